@@ -182,11 +182,13 @@ def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, 
     from paceline.profiling.advice.all import find_advice
     from paceline.profiling.analysis import analyse
     from paceline.profiling.judge import judge_profile
+    from paceline.profiling.matching import find_meetings
     from paceline.profiling.read import read_traces
 
     traces = read_traces(paths)
-    profile = analyse(traces)
-    advice = find_advice(traces, profile)
+    meetings = find_meetings(traces)
+    profile = analyse(traces, meetings)
+    advice = find_advice(traces, profile, meetings)
     findings = judge_profile(profile, advice)
     text = describe_profile(profile, findings)
     if html is not None:

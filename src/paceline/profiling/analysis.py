@@ -13,7 +13,7 @@ from paceline.phrases import name_ranks
 from paceline.profiling.blame import Blame, find_blame
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
-from paceline.profiling.matching import MatchedCollective, Waiting, find_waits, match_collectives
+from paceline.profiling.matching import MatchedCollective, Meetings, Waiting, find_meetings
 from paceline.profiling.trace import (
     BACKWARD,
     HOST,
@@ -177,26 +177,29 @@ class Profile:
         return sum(int(getattr(row, name)) for row in self.rows)
 
 
-def analyse(traces: Sequence[RankTrace]) -> Profile:
+def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Profile:
     """Return where the time went in the steps that all traces have.
+
+    Args:
+        traces: of all ranks.
+        meetings: what `find_meetings` returns for them, if it is known already.
 
     Raises:
         PacelineError: PL903 if no step is in all traces, PL904 if their collectives contradict each other.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     numbers = _find_common(traces)
-    matched, num_unlike = match_collectives(traces)
+    meetings = meetings or find_meetings(traces)
+    matched, waits, num_unlike = meetings.matched, meetings.waits, meetings.num_unlike
     if num_unlike > len(matched):
         raise contradiction_error(
             [trace.rank for trace in traces],
             f"{num_unlike} collectives of the same group and number are different operations",
         )
-    compute = {trace.rank: Coverage(trace.compute) for trace in traces}
-    waits = find_waits(matched, compute, {trace.rank: trace.clock_error_ns for trace in traces})
     rows = []
     for trace in traces:
         chosen = [step for step in trace.steps if step.number in numbers]
-        rows += _measure_steps(trace, chosen, compute[trace.rank], waits[trace.rank])
+        rows += _measure_steps(trace, chosen, meetings.compute[trace.rank], waits[trace.rank])
     return Profile(
         world_size=max(trace.world_size for trace in traces) or len(traces),
         ranks=tuple(trace.rank for trace in traces),

@@ -53,6 +53,31 @@ class Waiting:
     is_certain: bool
 
 
+@dataclass(frozen=True)
+class Meetings:
+    """The collectives in which ranks met, and how long each rank waited there.
+
+    Attributes:
+        matched: collectives that at least two ranks have, in order of arrival.
+        num_unlike: pairs of group and number under which ranks have different operations.
+        compute: by rank, when it computed.
+        waits: by rank, in order of issue.
+    """
+
+    matched: Sequence[MatchedCollective]
+    num_unlike: int
+    compute: Mapping[int, Coverage]
+    waits: Mapping[int, Sequence[Waiting]]
+
+
+def find_meetings(traces: Sequence[RankTrace]) -> Meetings:
+    """Return where the ranks met; the analysis and the advice both need it."""
+    matched, num_unlike = match_collectives(traces)
+    compute = {trace.rank: Coverage(trace.compute) for trace in traces}
+    waits = find_waits(matched, compute, {trace.rank: trace.clock_error_ns for trace in traces})
+    return Meetings(matched, num_unlike, compute, waits)
+
+
 def match_collectives(traces: Sequence[RankTrace]) -> tuple[list[MatchedCollective], int]:
     """Return the collectives that at least two ranks have, in order of arrival, and of contradictions.
 

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.finding import Finding
 from paceline.profiling.analysis import Profile
 from paceline.profiling.intervals import Coverage, Spans, as_spans, intersect, subtract, unite
-from paceline.profiling.matching import MatchedCollective, find_waits, match_collectives
+from paceline.profiling.matching import MatchedCollective, Meetings
 from paceline.profiling.trace import RankTrace, TracedCollective, TracedStep
 from paceline.units import format_seconds
 
@@ -106,20 +106,19 @@ class RecordedJob:
     Args:
         traces: of all ranks, by rank.
         profile: theirs.
+        meetings: theirs.
     """
 
-    def __init__(self, traces: Sequence[RankTrace], profile: Profile) -> None:
+    def __init__(self, traces: Sequence[RankTrace], profile: Profile, meetings: Meetings) -> None:
         self.profile = profile
         self.traces = tuple(traces)
-        self.matched, _ = match_collectives(traces)
-        compute = {trace.rank: Coverage(trace.compute) for trace in traces}
-        waits = find_waits(self.matched, compute, {trace.rank: trace.clock_error_ns for trace in traces})
+        self.matched = meetings.matched
         chosen = set(profile.steps)
         self.uses = tuple(
             RankUse(
                 trace,
                 [step for step in trace.steps if step.number in chosen],
-                unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits[trace.rank])),
+                unite(as_spans((wait.begin_ns, wait.end_ns) for wait in meetings.waits[trace.rank])),
             )
             for trace in traces
         )

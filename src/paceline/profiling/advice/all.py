@@ -12,6 +12,7 @@ from paceline.profiling.advice.loader import advise_workers
 from paceline.profiling.advice.reduction import advise_accumulation, advise_no_sync
 from paceline.profiling.advice.search import advise_search
 from paceline.profiling.analysis import Profile
+from paceline.profiling.matching import Meetings, find_meetings
 from paceline.profiling.trace import RankTrace
 
 _RULES = (
@@ -24,7 +25,9 @@ _RULES = (
 )
 
 
-def find_advice(traces: Sequence[RankTrace], profile: Profile) -> list[SettingAdvice]:
+def find_advice(
+    traces: Sequence[RankTrace], profile: Profile, meetings: Meetings | None = None
+) -> list[SettingAdvice]:
     """Return the settings worth changing, those that save most first.
 
     Savings of several settings do not add up: each is of the step as it was recorded.
@@ -32,8 +35,9 @@ def find_advice(traces: Sequence[RankTrace], profile: Profile) -> list[SettingAd
     Args:
         traces: which `profile` was made from.
         profile: the numbers.
+        meetings: what `find_meetings` returns for the traces, if it is known already.
     """
-    recorded = RecordedJob(traces, profile)
+    recorded = RecordedJob(traces, profile, meetings or find_meetings(traces))
     found = [advice for rule in _RULES if (advice := rule(recorded)) is not None]
     found += advise_lines(recorded)
     found += advise_blamed(recorded)
