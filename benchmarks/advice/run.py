@@ -16,25 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
 
 import paceline
-from paceline.bench.machine import describe_machine
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES, Job
+from cases import CASES
+from tally import describe_start, find_median_error, report, run_benchmark, time_steps
 
 HERE = Path(__file__).parent
+
 LEAST_RIGHT, MOST_OFF = 8, 0.3
 NUM_STEPS = 20
 BLOCK_S, WARM_STEPS, MOST_STEPS = 0.5, 6, 100
@@ -71,8 +70,8 @@ def measure(name: str, value: Any, rounds: int) -> list[tuple[float, float]]:
         jobs = [(kind(world.rank, kind.value), 1), (kind(world.rank, value), kind.samples)]
         counts = []
         for job, _ in jobs:
-            run_block(job, WARM_STEPS)
-            took = run_block(job, WARM_STEPS) / WARM_STEPS
+            time_steps(job, WARM_STEPS)
+            took = time_steps(job, WARM_STEPS)
             counts.append(agree(max(10, min(MOST_STEPS, math.ceil(BLOCK_S / took)))))
         for number in range(rounds):
             means = [0.0, 0.0]
@@ -80,10 +79,8 @@ def measure(name: str, value: Any, rounds: int) -> list[tuple[float, float]]:
                 job, samples = jobs[place]
                 # Whole periods of what happens in each 50th step.
                 steps = counts[place] if place == 0 or not isinstance(value, int) else max(50, counts[place])
-                means[place] = run_block(job, steps) / steps / samples
+                means[place] = time_steps(job, steps) / samples
             found.append((means[0], means[1]))
-        # Gloo's thread may still drop the last collective, and a process that leaves meanwhile waits forever.
-        time.sleep(0.5)
         return found
 
 
@@ -91,16 +88,6 @@ def agree(number: int) -> int:
     numbers: list[Any] = [None, None]
     dist.all_gather_object(numbers, number)
     return max(numbers)
-
-
-def run_block(job: Job, steps: int) -> float:
-    """Return the seconds that some steps took, until both ranks had taken them."""
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        job.step()
-    dist.barrier()
-    return time.perf_counter() - began
 
 
 def run_case(name: str, rounds: int) -> dict[str, Any]:
@@ -122,7 +109,7 @@ def run_case(name: str, rounds: int) -> dict[str, Any]:
         "before_ms": 1e3 * median(before for before, _ in pairs),
         "after_ms": 1e3 * median(after for _, after in pairs),
         "saved_ms": median(saved),
-        "error_ms": 1.25 * 1.96 * stdev(saved) / math.sqrt(len(saved)) if len(saved) > 1 else None,
+        "error_ms": find_median_error(saved),
     }
 
 
@@ -136,10 +123,7 @@ def check(found: dict[str, Any]) -> tuple[bool, bool]:
 
 def describe(result: dict[str, Any]) -> str:
     lines = [
-        result["machine"],
-        f"{result['started']}, load before {result['load_before']:.2f}, after {result['load_after']:.2f}, "
-        f"{result['rounds']} rounds",
-        "",
+        *describe_start(result),
         "| case | advised | first | saving said, ms | measured, ms | step before | after | within 30% |",
         "|---|---|---|---:|---:|---:|---:|---|",
     ]
@@ -160,35 +144,18 @@ def describe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", help="cases (default: all)")
-    parser.add_argument("--rounds", type=int, default=12, help="how often both settings run in turn")
-    parser.add_argument("--tables", action="store_true", help="print the last results")
-    args = parser.parse_args(arguments)
-    path = HERE / "results.json"
-    if args.tables:
-        print(describe(json.loads(path.read_text())))
-        return 0
-    result: dict[str, Any] = {
-        "machine": f"{describe_machine()}, gloo, 1 thread per rank",
-        "started": time.strftime("%Y-%m-%d %H:%M"),
-        "rounds": args.rounds,
-        "load_before": os.getloadavg()[0],
-        "found": [],
-    }
-    for name in args.names or CASES:
-        result["found"].append(run_case(name, args.rounds))
-        print(json.dumps(result["found"][-1]), file=sys.stderr, flush=True)
-    result["load_after"] = os.getloadavg()[0]
-    text = describe(result)
-    print(text)
-    if not args.names:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        (HERE / "results.txt").write_text(text)
+def passes(result: dict[str, Any]) -> bool:
     right = sum(all(check(found)) for found in result["found"])
-    return 1 if right < min(LEAST_RIGHT, len(result["found"])) else 0
+    return right >= min(LEAST_RIGHT, len(result["found"]))
+
+
+def run_cases(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        found.append(run_case(name, args.rounds))
+        report(found[-1])
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(HERE, __doc__, list(CASES), run_cases, describe, passes, rounds=12))

@@ -14,28 +14,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import sys
 import tempfile
-import time
 from pathlib import Path
-from statistics import median, stdev
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.bench.machine import describe_machine
 from paceline.profiling.analysis import analyse
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import CAUSES, HEALTHY, PAUSE_S, Job
+from tally import describe_start, find_median_error, run_benchmark, time_steps
 
 HERE = Path(__file__).parent
+
+KINDS = {**CAUSES, **HEALTHY}
 NUM_STEPS, NUM_AFTER = 12, 3
 # Both trainings run in turn: what two recordings one after the other take differs by the machine's load too.
 NUM_ROUNDS, STEPS_PER_ROUND = 8, 6
@@ -48,7 +48,7 @@ def run_cases(names: list[str], folder: str) -> None:
     """Run cases one after the other, as planted and without the cause; called on every rank."""
     with paceline.start(device="cpu") as world:
         for name in names:
-            kind = {**CAUSES, **HEALTHY}[name]
+            kind = KINDS[name]
             jobs = []
             for way in ("planted", "without") if name in CAUSES else ("planted",):
                 is_late = name in CAUSES and way == "planted" and world.rank == kind.late
@@ -64,12 +64,7 @@ def measure_gain(planted: Job, without: Job, *, is_first: bool) -> float:
     """Return how many seconds less a step takes without the cause; both run in turn, on every rank."""
     took = {}
     for job in (planted, without) if is_first else (without, planted):
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(STEPS_PER_ROUND):
-            job.step()
-        dist.barrier()
-        took[job] = (time.perf_counter() - began) / STEPS_PER_ROUND
+        took[job] = time_steps(job, STEPS_PER_ROUND)
     return took[planted] - took[without]
 
 
@@ -100,8 +95,7 @@ def judge(name: str, kind: type[Job], folder: Path) -> dict[str, Any]:
         gains = json.loads((folder / name / GAINS).read_text())
         found |= {
             "gain_s": median(gains),
-            # Of the median, at 95%.
-            "gain_error_s": 1.25 * 1.96 * stdev(gains) / math.sqrt(len(gains)),
+            "gain_error_s": find_median_error(gains),
             "expected": [kind.late, list(kind.phases), list(kind.functions), kind.module],
             "without": [[blame.rank, blame.phase] for blame in without.blames],
         }
@@ -127,9 +121,7 @@ def describe(result: dict[str, Any]) -> str:
     healthy = [found for found in result["found"] if "expected" not in found]
     checks = {found["name"]: check(found) for found in planted}
     lines = [
-        result["machine"],
-        f"{result['started']}, load before {result['load_before']:.2f}, after {result['load_after']:.2f}",
-        "",
+        *describe_start(result),
         "| planted cause | ranks | blamed | rank | phase | line | cost named, ms | gain without it, ms "
         "| within 15% or 3 ms |",
         "|---|---:|---|---|---|---|---:|---:|---|",
@@ -169,44 +161,27 @@ def describe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", help="cases (default: all)")
-    parser.add_argument("--tables", action="store_true", help="print the last results")
-    args = parser.parse_args()
-    path = HERE / "results.json"
-    if args.tables:
-        print(describe(json.loads(path.read_text())))
-        return 0
-    kinds = {**CAUSES, **HEALTHY}
-    names = args.names or list(kinds)
-    result: dict[str, Any] = {
-        "machine": f"{describe_machine()}, gloo, 1 thread per rank",
-        "started": time.strftime("%Y-%m-%d %H:%M"),
-        "load_before": os.getloadavg()[0],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for nproc in (2, 4):
-            chosen = [name for name in names if kinds[name].nproc == nproc]
-            if chosen:
-                paceline.launch(run_cases, nproc=nproc, args=(chosen, folder), device="cpu")
-        result["found"] = []
-        for name in names:
-            try:
-                result["found"].append(judge(name, kinds[name], Path(folder)))
-            except paceline.PacelineError as error:
-                raise SystemExit(f"{name}: {error}") from None
-    result["load_after"] = os.getloadavg()[0]
-    text = describe(result)
-    print(text)
-    if not args.names:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        (HERE / "results.txt").write_text(text)
+def passes(result: dict[str, Any]) -> bool:
     planted = [found for found in result["found"] if "expected" in found]
     wrong = sum(not all(check(found)[:3]) for found in planted)
-    blamed = sum(bool(found["blames"]) for found in result["found"] if "expected" not in found)
-    return 1 if wrong > len(CAUSES) - LEAST_RIGHT or blamed else 0
+    blamed = any(found["blames"] for found in result["found"] if "expected" not in found)
+    return wrong <= len(CAUSES) - LEAST_RIGHT and not blamed
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        for nproc in (2, 4):
+            chosen = [name for name in names if KINDS[name].nproc == nproc]
+            if chosen:
+                paceline.launch(run_cases, nproc=nproc, args=(chosen, folder), device="cpu")
+        found = []
+        for name in names:
+            try:
+                found.append(judge(name, KINDS[name], Path(folder)))
+            except paceline.PacelineError as error:
+                raise SystemExit(f"{name}: {error}") from None
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(HERE, __doc__, list(KINDS), measure, describe, passes))
