@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -14,6 +15,18 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading bytes.
+
+    Raises:
+        OSError: if the file cannot be opened, or is not a regular file.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind in _KINDS:
+        raise OSError(errno.EINVAL, f"it is {_KINDS[kind]}", str(path))
+    return path.open("rb")
 
 
 def read_file(path: Path, most_bytes: int | None = None) -> bytes:
@@ -26,10 +39,7 @@ def read_file(path: Path, most_bytes: int | None = None) -> bytes:
     Raises:
         OSError: if the file cannot be read, is larger, or is not a regular file.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind in _KINDS:
-        raise OSError(errno.EINVAL, f"it is {_KINDS[kind]}", str(path))
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         data = stream.read() if most_bytes is None else stream.read(most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))

@@ -281,3 +281,68 @@ def test_a_few_contradictions_are_left_out() -> None:
         "The times of 1 of 40 collectives contradict each other: these are not compared." in profile.remarks
     )
     assert profile.blames == ()
+
+
+def test_cuda_graphs_are_remarked(tmp_path: Path) -> None:
+    """Their kernels have no operators, and NCCL's in them no group: what is then unknown is stated."""
+    made = job()
+    paths = write(tmp_path, made, cuda=True)
+    for path in paths:
+        table = json.loads(path.read_text())
+        events = [e for e in table["traceEvents"] if e["cat"] != "cpu_op"]
+        for each in events:
+            if each["name"].startswith("nccl"):
+                each["args"] = {"graph id": 1, "graph node id": 7}
+        for step in made[0].steps:
+            events.append(
+                event("cuda_runtime", "cudaGraphLaunch", 10, (step.begin_ns + MS, step.begin_ns + 2 * MS))
+            )
+        path.write_text(json.dumps({**table, "traceEvents": events}))
+    read = read_traces(paths)
+    profile = analyse(read)
+    for own, other in zip(made, read, strict=True):
+        assert (other.compute - BASE_NS).tolist() == own.compute.tolist()
+    assert any("CUDA graphs were replayed" in remark for remark in profile.remarks)
+    assert any("do not name their group" in remark for remark in profile.remarks)
+    assert profile.num_matched == 0
+    assert profile.blames == ()
+    assert profile.rows[0].exposed_ns > 0
+
+
+def write_calls(folder: Path, rank: int, calls: list[tuple[str, int]], members: dict[str, list[int]]) -> None:
+    """Write a recording of a rank with one all-reduce per millisecond, each in a group and with a number."""
+    at = [MS * (place + 1) for place in range(len(calls))]
+    sizes = {"Input Dims": [[7]], "Input type": ["float"]}
+    table = {
+        "traceEvents": [
+            event("user_annotation", "gloo:all_reduce", 1, (t + 10, t + 1000), **sizes) for t in at
+        ],
+        "baseTimeNanoseconds": BASE_NS,
+        "distributedInfo": {"rank": rank, "world_size": 4},
+        "paceline": {
+            "steps": [[1, BASE_NS, BASE_NS + 100 * MS]],
+            "calls": [[BASE_NS + t, *call, "all_reduce", 28] for t, call in zip(at, calls, strict=True)],
+            "members": members,
+            "host": "a",
+        },
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(table))
+
+
+def test_groups_of_one_name_are_told_apart_by_their_members(tmp_path: Path) -> None:
+    for rank in range(4):
+        members = {"0": [0, 1, 2, 3], "1": [0, 1] if rank < 2 else [2, 3]}
+        write_calls(tmp_path, rank, [("0", 1), ("1", 1), ("1", 2)], members)
+    traces = read_traces([tmp_path])
+    groups = [{part.group for part in trace.collectives} for trace in traces]
+    assert groups == [{"0", "1 of ranks 0 and 1"}] * 2 + [{"0", "1 of ranks 2 and 3"}] * 2
+    assert analyse(traces).num_matched == 5
+
+
+def test_a_group_that_is_made_again_counts_from_the_first_collective(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_calls(tmp_path, rank, [("0", 1), ("0", 2), ("0", 1), ("0", 2), ("0", 3)], {})
+    traces = read_traces([tmp_path])
+    assert [part.group for part in traces[0].collectives] == ["0"] * 2 + ["0, made again (1)"] * 3
+    profile = analyse(traces)
+    assert (profile.num_matched, profile.num_unmatched) == (5, 0)

@@ -279,21 +279,39 @@ def test_a_request_that_is_nonsense_does_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST]
 
 
-def test_a_full_disk_leaves_no_part_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch writes into a file of its own, and only logs that it could not."""
+@pytest.mark.parametrize("size", [None, "16k"], ids=["torch only logs", "tmpfs"])
+def test_a_full_disk_leaves_no_part_of_a_trace(
+    size: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch writes into a file of its own, and only logs that it could not. The training goes on."""
 
     def export(profiler: Any, path: str) -> None:
         Path(f"{path}.tmp").write_text("{")
 
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1))
-    recorder.install(torch)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    recorder.finish()
-    assert "torch cannot write to" in recorder.failure
-    assert "left" in recorder.failure
-    assert list(tmp_path.iterdir()) == []
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    if size is None:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    else:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        recorder = StepRecorder(0, RecordSettings(str(folder), after=1, steps=20, is_full=size is not None))
+        recorder.install(torch)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(24):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        recorder.finish()
+        assert "torch cannot write to" in recorder.failure
+        assert "left" in recorder.failure
+        assert list(folder.iterdir()) == []
+    finally:
+        if size is not None:
+            # Lazily: torch keeps its file open.
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rank 0 records no trace: OSError: torch cannot write to")
+    assert record.getMessage().endswith("[PL924]")

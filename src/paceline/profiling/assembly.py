@@ -43,6 +43,11 @@ _UNMATCHED = "unmatched"
 # The class of torch's iterators of loaders with num_workers=0, in the names of their annotations.
 _INLINE = "_SingleProcess"
 
+_REPLAYED = (
+    "CUDA graphs were replayed: their kernels count as computation, but belong to no operator. Forward and "
+    "backward within a graph are not known, and collectives in it may lack their group."
+)
+
 
 def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     """Return the trace of a rank.
@@ -63,7 +68,7 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     loop = recorded.loop if recorded is not None else None
     if has_kernels:
         computes = file.kinds == EventKind.KERNEL
-        collectives, remarks = _list_kernels(file)
+        collectives, remarks = _list_kernels(file, rank)
     else:
         computes = is_leaf & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.ITEM))
         collectives, remarks = _list_spans(file, rank, steps)
@@ -71,6 +76,10 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         as_spans((begin, end) for _, begin, end in recorded.steps)
         as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
         as_spans([(recorded.clock_ahead_ns, recorded.clock_error_ns)])
+    if recorded is not None and recorded.partial:
+        remarks = [*remarks, recorded.partial]
+    if file.has_replays:
+        remarks = [*remarks, _REPLAYED]
     if recorded is None and steps and steps[0].number == 1:
         remarks = [
             *remarks,
@@ -95,8 +104,10 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         slowdown=None if recorded is None else recorded.slowdown,
         remarks=tuple(remarks),
         samples=NOTHING if recorded is None else _list_samples(recorded),
+        collections=UNSCHEDULED if recorded is None else _list_collections(recorded),
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
         is_light=loop is not None,
+        members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
     )
@@ -126,6 +137,7 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
     )
     fields["blocked"], fields["searches"] = trace.blocked + by_ns, trace.searches + by_ns
     fields["samples"] = trace.samples + np.array([by_ns, 0])
+    fields["collections"] = trace.collections + np.array([by_ns, by_ns, 0])
     fields["scheduling"] = trace.scheduling + np.array([by_ns, 0, 0])
     return RankTrace(**fields)
 
@@ -134,6 +146,12 @@ def _list_samples(recorded: Recorded) -> Spans:
     """Return the samples whose place exists."""
     samples = as_spans(recorded.samples)
     return samples[(samples[:, 1] >= 0) & (samples[:, 1] < len(recorded.places))]
+
+
+def _list_collections(recorded: Recorded) -> NDArray[np.int64]:
+    """Return the collections whose place exists."""
+    rows = np.array(recorded.collections, dtype=np.int64).reshape(-1, 3)
+    return rows[(rows[:, 2] >= 0) & (rows[:, 2] < len(recorded.places))]
 
 
 def _list_scheduling(recorded: Recorded) -> NDArray[np.int64]:
@@ -259,9 +277,13 @@ def _divide_runs(tops: Spans, kinds: NDArray[np.int8]) -> dict[str, Spans]:
     """
     if not len(tops):
         return {}
-    phases = np.array([_LOOP[EventKind(kind)] for kind in kinds.tolist()])
+    names = [FORWARD, BACKWARD, OPTIMIZER, DATA]
+    numbers = np.zeros(max(EventKind) + 1, dtype=np.int8)
+    for kind, name in _LOOP.items():
+        numbers[kind] = names.index(name)
+    phases = numbers[kinds]
     runs = list(_runs(np.concatenate(([True], phases[1:] != phases[:-1]))))
-    order = [str(phases[first]) for first, _ in runs]
+    order = [names[phases[first]] for first, _ in runs]
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for place, (first, last) in enumerate(runs):
         phase = order[place]
@@ -308,7 +330,7 @@ def _extend(backward: Spans, tops: Spans, collectives: Sequence[TracedCollective
 # ---- collectives
 
 
-def _list_kernels(file: TraceFile) -> tuple[tuple[TracedCollective, ...], list[str]]:
+def _list_kernels(file: TraceFile, rank: int) -> tuple[tuple[TracedCollective, ...], list[str]]:
     """Return NCCL's kernels; older versions of torch do not record what they are."""
     found, remarks, counts = [], [], Counter[tuple[str, str]]()
     indices = np.flatnonzero(file.kinds == EventKind.COLLECTIVE)
@@ -317,10 +339,10 @@ def _list_kernels(file: TraceFile) -> tuple[tuple[TracedCollective, ...], list[s
         operation, group = arguments.get("Collective name"), arguments.get("Process Group Name")
         sequence = ""
         if not isinstance(operation, str) or not isinstance(group, str):
-            operation, group, sequence = file.names[i].partition("(")[0], "", _UNMATCHED
+            operation, group, sequence = file.names[i].partition("(")[0], "", _name_unmatched(rank)
             remarks.append("NCCL's kernels of this torch do not name their group: ranks are not compared.")
         elif operation.lower() in _TRANSFERS:
-            sequence = _UNMATCHED
+            sequence = _name_unmatched(rank)
         # Only a number on one rank: that rank's transfers are matched with nobody's.
         counts[group, sequence] += 1
         number = counts[group, sequence] if not sequence else -1 - i
@@ -350,14 +372,40 @@ def _list_spans(
         known = _number_in_steps(file, others, steps)
         if len(set(file.groups)) > 1:
             remarks.append("gloo's spans have no group: with several groups, ranks are not compared.")
-            known = [TracedCollective(*_unmatched(p, i), p.num_bytes) for i, p in enumerate(known)]
+            known = [TracedCollective(*_unmatched(p, rank, i), p.num_bytes) for i, p in enumerate(known)]
     known += _list_transfers(file, rank, transfers, steps)
     known.sort(key=lambda part: part.issued_ns)
-    return tuple(known), remarks
+    return tuple(_separate_remade(known)), remarks
 
 
-def _unmatched(part: TracedCollective, index: int) -> tuple[str, str, str, int, int, int]:
-    return part.operation, part.group, f"{_UNMATCHED} {index}", index, part.issued_ns, part.end_ns
+def _separate_remade(parts: Sequence[TracedCollective]) -> Iterator[TracedCollective]:
+    """Yield the parts with another group's name for those of a group that was made again.
+
+    A group that is destroyed and made again has the same name, and counts its collectives from 1 again.
+
+    Args:
+        parts: in order of issue.
+    """
+    seen: dict[str, set[int]] = defaultdict(set)
+    again = Counter[str]()
+    for part in parts:
+        if not part.sequence:
+            if part.number in seen[part.group]:
+                again[part.group] += 1
+                seen[part.group].clear()
+            seen[part.group].add(part.number)
+            if again[part.group]:
+                part = replace(part, group=f"{part.group}, made again ({again[part.group]})")
+        yield part
+
+
+def _name_unmatched(rank: int) -> str:
+    """Return a sequence that no other rank has: equal ones would be matched."""
+    return f"{_UNMATCHED} on rank {rank}"
+
+
+def _unmatched(part: TracedCollective, rank: int, index: int) -> tuple[str, str, str, int, int, int]:
+    return part.operation, part.group, _name_unmatched(rank), index, part.issued_ns, part.end_ns
 
 
 def _join_calls(file: TraceFile, indices: Sequence[int]) -> list[TracedCollective] | None:
@@ -439,7 +487,11 @@ def _list_transfers(
     found, counts = [], Counter[tuple[str, str, int]]()
     for place, i in enumerate(indices):
         operation, begin, end = _name(file.names[i]), int(file.begins_ns[i]), int(file.ends_ns[i])
-        group, sequence, size = known[place] or ("", f"{_UNMATCHED} {place}", _measure_input(file, i))
+        group, sequence, size = known[place] or (
+            "",
+            f"{_name_unmatched(rank)}, {place}",
+            _measure_input(file, i),
+        )
         step = _find_step(steps, begin)
         counts[group, sequence, step] += 1
         number = step * 1_000_000 + counts[group, sequence, step]

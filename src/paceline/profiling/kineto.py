@@ -1,32 +1,34 @@
 """Reads one trace file of torch.profiler (Chrome's JSON format, plain or gzipped) into columns.
 
 Only the arguments of collectives are decoded; all others stay bytes, which makes a file of 100 MB readable in
-a second. Files come from anywhere, so every error in them becomes one PL900.
+a second. The text is read part by part, and only the columns of all events stay in memory. Files come from
+anywhere, so every error in them becomes one PL900.
 """
 
 from __future__ import annotations
 
 import gzip
-import io
 import re
 import types
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
+from paceline.profiling.parts import TextTooLongError, decode_parts
 from paceline.profiling.rank.marks import MARK, METADATA
 from paceline.profiling.trace import Reducer
-from paceline.reading import read_file
+from paceline.reading import open_file
 
 MOST_BYTES = 4 << 30
-"""Text of a trace beyond this is refused; decoding takes about 2.5 times its size in memory."""
+"""Text of a trace beyond this is refused: its columns would take some gigabytes of memory."""
 _LARGEST_NS = 4e18
 
 
@@ -47,6 +49,8 @@ class EventKind(IntEnum):
     STEP = 9
     MARKED = 10
     ANNOTATION = 11
+    REPLAY = 12
+    """The launch of a CUDA graph; what it runs was recorded before, and has no operators."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,11 @@ class Recorded:
         clock_error_ns: how far that may be off.
         slowdown: how much longer a step took while it was recorded.
         host: identifies the machine and its start.
+        partial: a sentence on why steps are missing; empty if none is.
+        members: the global ranks of the rank's process groups, by name.
         loop: spans of the training loop by phase, and of its waiting, if no operators were recorded.
         samples: of the training loop: instant and number of a place.
+        collections: of garbage: begin, end and number of a place.
         places: file, line, function and module.
         scheduling: instants, and for how long the training loop had run, and waited for a core.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
@@ -78,8 +85,11 @@ class Recorded:
     clock_error_ns: int = 0
     slowdown: float | None = None
     host: str = ""
+    partial: str = ""
+    members: dict[str, list[int]] = field(default_factory=dict)
     loop: dict[str, list[tuple[int, int]]] | None = None
     samples: list[tuple[int, int]] = field(default_factory=list)
+    collections: list[tuple[int, int, int]] = field(default_factory=list)
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
     scheduling: list[tuple[int, int, int]] = field(default_factory=list)
@@ -104,6 +114,7 @@ class TraceFile:
         host: empty if unknown.
         groups: the ranks of each process group; empty if unknown.
         recorded: what Paceline's recorder has added, if it made the file.
+        has_replays: whether CUDA graphs were launched; these launches are no events here.
     """
 
     path: Path
@@ -118,6 +129,7 @@ class TraceFile:
     host: str = ""
     groups: tuple[tuple[int, ...], ...] = ()
     recorded: Recorded | None = None
+    has_replays: bool = False
 
 
 def trace_error(path: Path, reason: str) -> PacelineError:
@@ -137,19 +149,38 @@ def read_trace_file(path: Path) -> TraceFile:
         PacelineError: PL900 if the file is no trace, PL901 if msgspec is missing.
     """
     msgspec = import_msgspec()
-    text = _read_text(path)
     events_type, file_type = _define_structs()
+    columns = _Columns()
+
+    def decode_events(data: bytes) -> Any:
+        try:
+            return msgspec.json.decode(data, type=events_type)
+        except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+            raise ValueError from error
+
+    def decode_whole(data: bytes) -> Any:
+        if not data.strip():
+            raise trace_error(path, "it is empty")
+        if data.lstrip()[:1] == b"[":
+            return file_type(traceEvents=msgspec.json.decode(data, type=events_type))
+        return msgspec.json.decode(data, type=file_type)
+
     try:
-        if text.lstrip()[:1] == b"[":
-            table = file_type(traceEvents=msgspec.json.decode(text, type=events_type))
-        else:
-            table = msgspec.json.decode(text, type=file_type)
-        # The bytes of arguments refer to the text, which therefore stays in memory until they are copied.
-        return _build(path, table)
+        with ExitStack() as stack:
+            stream = _open(path, stack)
+            table = decode_parts(stream, decode_events, decode_whole, take=columns.add, most_bytes=MOST_BYTES)
+        columns.add(table.traceEvents)
+        return _build(path, table, columns)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise trace_error(path, _describe(error)) from None
     except MemoryError:
-        raise trace_error(path, f"its {len(text):,} bytes do not fit into memory") from None
+        raise trace_error(path, "its events do not fit into memory") from None
+    except TextTooLongError:
+        raise trace_error(path, f"its text has more than {MOST_BYTES:,} bytes") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise trace_error(path, f"its gzip is damaged ({first_line(error)})") from None
+    except OSError as error:
+        raise trace_error(path, error.strerror or first_line(error)) from None
 
 
 def decode_arguments(data: bytes) -> dict[str, Any]:
@@ -176,23 +207,12 @@ def import_msgspec() -> types.ModuleType:
     return msgspec
 
 
-def _read_text(path: Path) -> bytes:
-    try:
-        data = read_file(path, MOST_BYTES)
-        if data[:2] == b"\x1f\x8b":
-            with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
-                data = stream.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise trace_error(path, f"it unpacks to more than {MOST_BYTES:,} bytes")
-    except MemoryError:
-        raise trace_error(path, "it does not fit into memory") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise trace_error(path, f"its gzip is damaged ({first_line(error)})") from None
-    except OSError as error:
-        raise trace_error(path, error.strerror or first_line(error)) from None
-    if not data.strip():
-        raise trace_error(path, "it is empty")
-    return data
+def _open(path: Path, stack: ExitStack) -> BinaryIO:
+    """Open the text of a trace, unpacked if it is gzipped."""
+    file = stack.enter_context(open_file(path))
+    is_packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file))) if is_packed else file
 
 
 def _describe(error: BaseException) -> str:
@@ -240,52 +260,75 @@ def _define_structs() -> tuple[Any, Any]:
     return _structs
 
 
-def _build(path: Path, table: Any) -> TraceFile:
-    kinds: list[EventKind] = []
-    threads: list[int] = []
-    names: list[str] = []
-    times: list[tuple[float, float]] = []
-    arguments: dict[int, bytes] = {}
-    known: dict[tuple[str, str], EventKind | None] = {}
-    numbers: dict[tuple[object, object], int] = {}
-    for event in table.traceEvents:
-        if event.ph != "X":
-            continue
-        key = event.cat, event.name
-        if key not in known:
-            known[key] = _classify(*key)
-        kind = known[key]
-        if kind is None:
-            continue
-        if kind in (EventKind.COLLECTIVE, EventKind.CALL):
-            arguments[len(kinds)] = bytes(event.args)
-        kinds.append(kind)
-        threads.append(numbers.setdefault((event.pid, event.tid), len(numbers)))
-        names.append(event.name)
-        times.append((event.ts, event.dur))
-    columns = np.array(times, dtype=np.float64).reshape(-1, 2)
+class _Columns:
+    """The events of one file, collected part by part; their text is not kept."""
+
+    def __init__(self) -> None:
+        self.kinds: list[NDArray[np.int8]] = []
+        self.threads: list[NDArray[np.int32]] = []
+        self.times: list[NDArray[np.float64]] = []
+        self.names: list[str] = []
+        self.arguments: dict[int, bytes] = {}
+        self.has_replays = False
+        # One string per name: each event was decoded with its own.
+        self._known: dict[tuple[str, str], tuple[EventKind | None, str]] = {}
+        self._numbers: dict[tuple[object, object], int] = {}
+
+    def add(self, events: Any) -> None:
+        """Add the events of a part."""
+        kinds: list[int] = []
+        threads: list[int] = []
+        times: list[tuple[float, float]] = []
+        before = len(self.names)
+        for event in events:
+            if event.ph != "X":
+                continue
+            key = event.cat, event.name
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = _classify(*key), event.name
+            kind, name = known
+            if kind is None:
+                continue
+            if kind == EventKind.REPLAY:
+                self.has_replays = True
+                continue
+            if kind in (EventKind.COLLECTIVE, EventKind.CALL):
+                self.arguments[before + len(kinds)] = bytes(event.args)
+            kinds.append(kind)
+            threads.append(self._numbers.setdefault((event.pid, event.tid), len(self._numbers)))
+            self.names.append(name)
+            times.append((event.ts, event.dur))
+        self.kinds.append(np.array(kinds, dtype=np.int8))
+        self.threads.append(np.array(threads, dtype=np.int32))
+        self.times.append(np.array(times, dtype=np.float64).reshape(-1, 2))
+
+
+def _build(path: Path, table: Any, columns: _Columns) -> TraceFile:
+    times = np.concatenate(columns.times)
     base = table.baseTimeNanoseconds
     with np.errstate(over="ignore", invalid="ignore"):
-        sane = np.isfinite(columns).all() and (np.abs(columns) < _LARGEST_NS / 1e3).all()
-        sane = sane and (columns[:, 1] >= 0).all() and abs(base) < _LARGEST_NS
+        sane = np.isfinite(times).all() and (np.abs(times) < _LARGEST_NS / 1e3).all()
+        sane = sane and (times[:, 1] >= 0).all() and abs(base) < _LARGEST_NS
     if not sane:
         raise trace_error(path, "an event has a negative duration or a time beyond all years")
-    begins = np.round(columns[:, 0] * 1e3).astype(np.int64) + base
+    begins = np.round(times[:, 0] * 1e3).astype(np.int64) + base
     info, recorded = table.distributedInfo, getattr(table, METADATA)
     rank, world_size = info.get("rank"), info.get("world_size")
     return TraceFile(
         path=path,
-        kinds=np.array(kinds, dtype=np.int8),
+        kinds=np.concatenate(columns.kinds),
         begins_ns=begins,
-        ends_ns=begins + np.round(columns[:, 1] * 1e3).astype(np.int64),
-        threads=np.array(threads, dtype=np.int32),
-        names=names,
-        arguments=arguments,
+        ends_ns=begins + np.round(times[:, 1] * 1e3).astype(np.int64),
+        threads=np.concatenate(columns.threads),
+        names=columns.names,
+        arguments=columns.arguments,
         rank=rank if _is_count(rank) else _rank_of_name(path),
         world_size=world_size if _is_count(world_size) else 0,
         host=recorded.host if recorded is not None else table.host_name,
         groups=_read_groups(info),
         recorded=recorded,
+        has_replays=columns.has_replays,
     )
 
 
@@ -326,10 +369,16 @@ _ANNOTATIONS: tuple[tuple[str, EventKind | None], ...] = (
     ("", EventKind.ANNOTATION),
 )
 _KERNELS: tuple[tuple[str, EventKind | None], ...] = (("nccl", EventKind.COLLECTIVE), ("", EventKind.KERNEL))
+_LAUNCHES: tuple[tuple[str, EventKind | None], ...] = (
+    ("cudaGraphLaunch", EventKind.REPLAY),
+    ("cuGraphLaunch", EventKind.REPLAY),
+)
 _CATEGORIES: dict[str, tuple[tuple[str, EventKind | None], ...]] = {
     "cpu_op": _OPERATORS,
     "operator": _OPERATORS,
     "user_annotation": _ANNOTATIONS,
+    "cuda_runtime": _LAUNCHES,
+    "cuda_driver": _LAUNCHES,
     "kernel": _KERNELS,
     "gpu_op": _KERNELS,
 }

@@ -1,6 +1,7 @@
 """Finds the line at which a late rank was for longer than the ranks that waited for it.
 
-A sample stands for the time since the one before. A line that every rank passes through for equally long is
+A sample stands for the time since the one before. Garbage collections have no samples, but each has its line.
+A line that every rank passes through for equally long is
 not the cause, so the time of the waiting ranks is subtracted.
 """
 
@@ -12,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from paceline.profiling.intervals import Coverage
-from paceline.profiling.trace import HOST, CodePlace, RankTrace, TracedStep
+from paceline.profiling.trace import COLLECTION, HOST, CodePlace, RankTrace, TracedStep
 
 # A line is named if it explains this share of what the rank costs, by at least this many samples.
 _LEAST_SHARE = 0.3
@@ -39,8 +40,14 @@ def find_line(
         numbers: of the steps to count.
         lost_ns: the time to explain in all of these steps.
     """
-    times, counts = add_samples(late, divided[late.rank], phase, numbers)
-    others = [add_samples(trace, divided[trace.rank], phase, numbers)[0] for trace in waiters]
+    has_spans = phase == COLLECTION and len(late.collections) > 0
+    counts: dict[CodePlace, int] = {}
+    if has_spans:
+        times = _add_collections(late, numbers)
+        others = [_add_collections(trace, numbers) for trace in waiters]
+    else:
+        times, counts = add_samples(late, divided[late.rank], phase, numbers)
+        others = [add_samples(trace, divided[trace.rank], phase, numbers)[0] for trace in waiters]
     excess = {place: time - fmean(other.get(place, 0.0) for other in others) for place, time in times.items()}
     by_line: dict[CodePlace, float] = {}
     for place, time in excess.items():
@@ -50,9 +57,23 @@ def find_line(
         return None
     line = max(by_line, key=lambda each: by_line[each])
     of_line = [p for p in times if (p.file, p.line, p.function) == (line.file, line.line, line.function)]
-    if by_line[line] < _LEAST_SHARE * lost_ns or sum(counts[place] for place in of_line) < _LEAST_SAMPLES:
+    if by_line[line] < _LEAST_SHARE * lost_ns:
+        return None
+    if not has_spans and sum(counts[place] for place in of_line) < _LEAST_SAMPLES:
         return None
     return max(of_line, key=lambda place: excess[place])
+
+
+def _add_collections(trace: RankTrace, numbers: set[int]) -> dict[CodePlace, float]:
+    """Return the time of garbage collections at each place in the chosen steps."""
+    times: dict[CodePlace, float] = {}
+    steps = [step for step in trace.steps if step.number in numbers]
+    for begin_ns, end_ns, number in trace.collections.tolist():
+        length = sum(max(0, min(end_ns, s.end_ns) - max(begin_ns, s.begin_ns)) for s in steps)
+        if length:
+            place = trace.places[number]
+            times[place] = times.get(place, 0.0) + length
+    return times
 
 
 def add_samples(

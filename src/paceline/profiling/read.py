@@ -42,7 +42,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
         if rank in found:
             raise _double_error(path, f"the same rank as {found[rank][0]}: {rank}")
         found[rank] = path, _build(file, rank)
-    return align([trace for _, (_, trace) in sorted(found.items())])
+    return align(separate_groups([trace for _, (_, trace) in sorted(found.items())]))
 
 
 def _build(file: TraceFile, rank: int) -> RankTrace:
@@ -127,7 +127,7 @@ def _clear_contradictions(first: RankTrace, other: RankTrace, slack_ns: int) -> 
             num_common += 1
             if part.issued_ns - mine.end_ns > slack_ns or mine.issued_ns - part.end_ns > slack_ns:
                 num_bad += 1
-                part = replace(part, sequence=f"contradiction {num_bad}")
+                part = replace(part, sequence=f"contradiction {num_bad} of rank {other.rank}")
         kept.append(part)
     if num_bad > _MOST_CONTRADICTIONS * num_common:
         return None
@@ -135,6 +135,32 @@ def _clear_contradictions(first: RankTrace, other: RankTrace, slack_ns: int) -> 
         f"The times of {num_bad} of {num_common} collectives contradict each other: these are not compared."
     )
     return replace(other, collectives=tuple(kept), remarks=(*other.remarks, remark))
+
+
+def separate_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces with the members in the names of groups that have one name and different members.
+
+    torch may number the groups of each rank on its own: then groups of one name have nothing in common.
+    """
+    known: dict[str, set[tuple[int, ...]]] = {}
+    for trace in traces:
+        for name, members in trace.members.items():
+            known.setdefault(name, set()).add(members)
+    doubled = {name for name, found in known.items() if len(found) > 1}
+    if not doubled:
+        return list(traces)
+    return [
+        replace(
+            trace,
+            collectives=tuple(
+                replace(part, group=f"{part.group} of {name_ranks(trace.members[part.group])}")
+                if part.group in doubled & trace.members.keys()
+                else part
+                for part in trace.collectives
+            ),
+        )
+        for trace in traces
+    ]
 
 
 def _name_gap(least: int, most: int) -> str:

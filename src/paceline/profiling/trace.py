@@ -125,6 +125,7 @@ class RankTrace:
         slowdown: how much longer a step took while it was recorded, such as 1.2; `None` if unknown.
         remarks: facts that limit the conclusions.
         samples: rows of an instant and the number of the place at which the training loop was then.
+        collections: rows of begin, end and number of the place of each garbage collection in the loop.
         places: lines of the user's, with the module that was running.
         is_light: whether operators were not recorded: `compute` is then the loop's time in forward, backward
             and optimizer without its waiting for collectives.
@@ -137,6 +138,7 @@ class RankTrace:
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
         cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
         cores: the rank's share of its node's cores; 0 if unknown.
+        members: the global ranks of its process groups, by name; those that are missing are unknown.
     """
 
     rank: int
@@ -150,6 +152,7 @@ class RankTrace:
     slowdown: float | None = None
     remarks: tuple[str, ...] = field(default=())
     samples: Spans = field(default_factory=lambda: NOTHING)
+    collections: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     places: tuple[CodePlace, ...] = ()
     is_light: bool = False
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
@@ -159,6 +162,7 @@ class RankTrace:
     is_loader_inline: bool = False
     cpu_ns: int = 0
     cores: float = 0.0
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:

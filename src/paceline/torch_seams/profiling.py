@@ -94,6 +94,22 @@ def start_light(torch: Any, profiler: Any) -> bool:
     return True
 
 
+def allow_global_hooks() -> Callable[[], None]:
+    """Suppress torch's warning on compiled modules under hooks that see all modules; return what ends this.
+
+    The warning advises against the hooks, which are not the script's, and would end one that turns warnings
+    into errors.
+    """
+    warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+    added = warnings.filters[0]
+
+    def remove() -> None:
+        with suppress(ValueError):  # the script has changed its filters
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+    return remove
+
+
 def note_waits(note: Callable[[int, int], None]) -> Callable[[], None]:
     """Call `note` with begin and end of each wait for a collective; return the function that ends this.
 
@@ -192,6 +208,17 @@ def note_transfers(note: Callable[[str, str, int, int], None]) -> Callable[[], N
                 setattr(groups, name, original)
 
     return remove
+
+
+def list_members() -> dict[str, list[int]]:
+    """Return the global ranks of this process's groups, by the groups' names; empty if torch lacks them."""
+    found: dict[str, list[int]] = {}
+    with suppress(Exception):  # whatever torch has changed, the recording goes on
+        world = find_world()
+        assert world is not None
+        for group, numbers in list(world.pg_group_ranks.items()):
+            found[world.pg_names[group]] = sorted(numbers)
+    return found
 
 
 def _wrap_transfer(name: str, original: Any, note: Callable[[str, str, int, int], None]) -> Any:

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.torch_seams.profiling import describe_reducer, note_searches, note_waits
+from paceline.profiling.rank.sampler import LEAST_GENERATION
+from paceline.torch_seams.profiling import allow_global_hooks, describe_reducer, note_searches, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
 Span = tuple[int, int]
 
 _current: LoopTimes | None = None
-# Collections of the youngest objects take some 10 us.
-_LEAST_GENERATION = 1
 
 
 def _enter_outermost(module: Any, args: Any) -> None:
@@ -71,6 +70,7 @@ class LoopTimes:
         self.waits: list[Span] = []
         self.searches: list[Span] = []
         modules = torch.nn.modules.module
+        self._disallow_hooks = allow_global_hooks()
         hide_from_compiler(torch, _enter_outermost, _leave_outermost, LoopTimes._search, LoopTimes._found)
         self._handles = [
             modules.register_module_forward_pre_hook(self._search),
@@ -143,6 +143,7 @@ class LoopTimes:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._disallow_hooks()
 
     def _search(self, module: Any, args: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -204,7 +205,7 @@ class LoopTimes:
             self.searches.append((began_ns, ended_ns))
 
     def _collect(self, moment: str, info: dict[str, int]) -> None:
-        if info["generation"] < _LEAST_GENERATION or threading.get_ident() != self._thread:
+        if info["generation"] < LEAST_GENERATION or threading.get_ident() != self._thread:
             return
         if moment == "start":
             self._collection_ns = time.time_ns()

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from paceline.profiling.rank.sampler import LEAST_GENERATION
+from paceline.torch_seams.profiling import allow_global_hooks
 from paceline.torch_seams.watching import hide_from_compiler
 
 METADATA = "paceline"
@@ -22,8 +24,6 @@ WAITING = "waiting"
 """The key of the loop's waiting in the table of a light recording, beside the names of phases."""
 SEARCHING = "searching"
 """The key of DDP's preparations for a backward, likewise."""
-# Collections of the youngest objects take some 10 us and would fill the trace.
-_LEAST_GENERATION = 1
 
 
 class PhaseMarks:
@@ -42,6 +42,7 @@ class PhaseMarks:
         self._open: list[Any] = []
         self._collection: Any = None
         modules = torch.nn.modules.module
+        self._disallow_hooks = allow_global_hooks()
         hide_from_compiler(torch, PhaseMarks._enter, PhaseMarks._leave)
         self._handles = [
             modules.register_module_forward_pre_hook(self._enter),
@@ -57,6 +58,7 @@ class PhaseMarks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._disallow_hooks()
         for name, original in self._originals.items():
             if getattr(getattr(self._torch.autograd, name), "__wrapped__", None) is original:
                 setattr(self._torch.autograd, name, original)
@@ -95,7 +97,7 @@ class PhaseMarks:
         return marked
 
     def _collect(self, moment: str, info: dict[str, int]) -> None:
-        if moment == "start" and info["generation"] >= _LEAST_GENERATION:
+        if moment == "start" and info["generation"] >= LEAST_GENERATION:
             self._collection = self._mark("garbage collection")
         elif self._collection is not None:
             mark, self._collection = self._collection, None

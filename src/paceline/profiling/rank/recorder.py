@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.memory.steps import StepMemory
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recording import Recording
@@ -199,9 +200,9 @@ class StepRecorder:
         try:
             work()
         except Exception as error:
-            log.warning("rank %d records no trace: %s: %s", self._rank, type(error).__name__, error)
             self.is_done = True
             self.failure = f"{type(error).__name__}: {error}"
+            log.warning("%s", _failure_error(self._rank, self.failure))
             recording, self._recording = self._recording, None
             if recording is not None:
                 recording.abandon()
@@ -282,6 +283,15 @@ class StepRecorder:
         # Rank 0 is on the node whose address all ranks have.
         self._address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(port)
         return measure_clock(self._address)
+
+
+def _failure_error(rank: int, reason: str) -> PacelineError:
+    return PacelineError(
+        "PL924",
+        saw=f"rank {rank} records no trace: {reason}.",
+        rule="The training goes on without it, and the report is on the other ranks.",
+        fix="Remove the cause, and record again.",
+    )
 
 
 def _is_nested() -> bool:

@@ -28,6 +28,7 @@ from paceline.torch_seams.profiling import (
     RecordedCall,
     build_profiler,
     is_profiling,
+    list_members,
     note_transfers,
     read_collectives,
     start_light,
@@ -60,7 +61,7 @@ class Recording:
             raise RuntimeError(OWN)
         self._torch = torch
         self._rank = rank
-        self._num_steps = num_steps
+        self._asked = self._num_steps = num_steps
         self._transfers: list[tuple[int, str, str, str, int]] = []
         self.steps: list[tuple[int, int, int]] = []
         self._cpu_begin_ns = self._cpu_ns = 0
@@ -124,7 +125,7 @@ class Recording:
         part = folder / f".rank-{self._rank:04d}.part"
         try:
             self._profiler.export_chrome_trace(str(part))
-            if not part.exists():  # torch only logs that it cannot write
+            if not _is_whole(part):  # torch only logs that it cannot write
                 raise OSError(f"torch cannot write to {folder}: {_describe_room(folder)}")
             os.replace(part, folder / f"rank-{self._rank:04d}.json")
         finally:
@@ -139,6 +140,17 @@ class Recording:
         self._marks = None
         self._forget_transfers()
 
+    def _describe_missing(self) -> str:
+        """Return why fewer steps are recorded than were asked for; empty if none is missing."""
+        if len(self.steps) >= self._asked:
+            return ""
+        reason = "the script ended, or was stopped, before the others"
+        if self.is_complete:
+            reason = (
+                f"torch's Flight Recorder keeps the collectives of no more; {BUFFER_SIZES[0]} sets its size"
+            )
+        return f"The recording is partial, with {len(self.steps)} of {self._asked} steps: {reason}."
+
     def _note_transfer(self, operation: str, group: str, peer: int, num_bytes: int) -> None:
         direction = f"{self._rank}>{peer}" if operation == "send" else f"{peer}>{self._rank}"
         self._transfers.append((time.time_ns(), group, direction, operation, num_bytes))
@@ -149,6 +161,8 @@ class Recording:
         places = self._sampler.name_places({} if self._loop is None else self._loop.names)
         table: dict[str, Any] = {
             "steps": self.steps,
+            "partial": self._describe_missing(),
+            "members": list_members(),
             "calls": [
                 (call.issued_ns, call.group, call.number, call.operation, _count_bytes(call))
                 for call in calls
@@ -156,6 +170,7 @@ class Recording:
             "call_places": [_find_place(call, places) for call in calls],
             "transfers": self._transfers,
             "samples": self._sampler.samples,
+            "collections": self._sampler.collections,
             "places": places,
             "scheduling": sorted(self._sampler.scheduling),
         }
@@ -178,6 +193,14 @@ def count_cores() -> float:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return usable / max(1, int(ranks) if ranks.isdigit() else 1)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file is there, and ends as a table does: a full disk cuts it off."""
+    with suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - 16))
+        return stream.read().rstrip().endswith(b"}")
+    return False
 
 
 def _describe_room(folder: Path) -> str:

@@ -1,5 +1,8 @@
 """Samples the main thread while steps are recorded: its line and module, and its waiting for a core.
 
+A garbage collection holds Python's lock, so that no sample falls into it. Its line is noted by gc's callback,
+which runs in the thread that collects.
+
 The samples name the line at which a late rank was. On a machine with too few cores, ranks are late by chance,
 so the time for which the thread could run and had no core is sampled too. A sample costs Python's lock for
 some microseconds, so the thread measures itself and sleeps long enough to stay below `_SHARE` of the time in
@@ -9,6 +12,7 @@ sampled ten times as often per step.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -25,10 +29,13 @@ _LEAST_S = 0.005
 # recorded steps with and without samples).
 _SHARE = 0.003
 _MANY_FRAMES = 200
+LEAST_GENERATION = 1
+"""Collections of younger objects take some 10 us, and would fill the recording."""
 # Stacks inside of this package that are not a recipe's code.
 _RECORDING = f"{PACKAGE}/profiling/", f"{PACKAGE}/torch_seams/"
 
 Place = tuple[str, int, str, str]
+_Key = tuple[str, int, str, int]
 
 
 def choose_pause(spent_s: float, waited_ns: int) -> float:
@@ -50,31 +57,42 @@ class LineSampler:
     Attributes:
         samples: the instant in nanoseconds since 1970 and the number of the place of each sample.
         scheduling: instants, and for how long the thread had then run and waited for a core; only on Linux.
+        collections: begin, end and number of the place of each garbage collection; known after `end`.
     """
 
     def __init__(self, torch: Any) -> None:
         self._module_class = torch.nn.Module
         self._watched = threading.get_ident()
         self._ended = threading.Event()
-        self._places: dict[tuple[str, int, str, int], int] = {}
+        self._places: dict[_Key, int] = {}
         self._classes: dict[int, str] = {}
         self.samples: list[tuple[int, int]] = []
         self.scheduling: list[tuple[int, int, int]] = []
+        self.collections: list[tuple[int, int, int]] = []
+        # Not numbered yet: only one thread may number places.
+        self._collected: list[tuple[int, int, _Key]] = []
+        self._collecting: tuple[int, _Key] | None = None
         self._counters = -1
         with suppress(OSError):
             path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
             self._counters = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
         self._thread.start()
+        gc.callbacks.append(self._collect)
 
     def end(self) -> None:
         """Take no further sample."""
+        with suppress(ValueError):
+            gc.callbacks.remove(self._collect)
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
         if self._counters >= 0 and not self._thread.is_alive():
             os.close(self._counters)
             self._counters = -1
+        for begin_ns, end_ns, key in self._collected:
+            self.collections.append((begin_ns, end_ns, self._places.setdefault(key, len(self._places))))
+        self._collected = []
 
     def note_scheduling(self) -> None:
         """Note for how long the thread has run, and waited for a core while others used all of them."""
@@ -114,7 +132,21 @@ class LineSampler:
         if key is not None:
             self.samples.append((now_ns, self._places.setdefault(key, len(self._places))))
 
-    def _find(self, innermost: FrameType) -> tuple[str, int, str, int] | None:
+    def _collect(self, moment: str, info: dict[str, int]) -> None:
+        if info["generation"] < LEAST_GENERATION or threading.get_ident() != self._watched:
+            return
+        if moment == "start":
+            self._collecting = None
+            with suppress(Exception):  # modules whose attributes fail; gc would print the error
+                key = self._find(sys._getframe(1))
+                if key is not None:
+                    self._collecting = time.time_ns(), key
+        elif self._collecting is not None:
+            begin_ns, key = self._collecting
+            self._collected.append((begin_ns, time.time_ns(), key))
+            self._collecting = None
+
+    def _find(self, innermost: FrameType) -> _Key | None:
         """Return the innermost line of the user's code, of the package if there is none, and the module."""
         module, ours = 0, None
         frame: FrameType | None = innermost
