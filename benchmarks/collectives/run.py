@@ -112,7 +112,7 @@ def _end(rank: subprocess.Popen[str]) -> None:
 def write_table() -> str:
     """Return the table of all results."""
     lines = [
-        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores, shared with other jobs: median",
+        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median",
         "time of a call and, in brackets, the error of the prediction from the links.",
         "",
     ]
