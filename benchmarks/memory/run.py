@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from paceline.bench.machine import describe_machine
 
@@ -69,11 +70,21 @@ SETTINGS = {
 }
 
 
-def launch(words: Sequence[str], nproc: int, limit_mb: int) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Run a job in a cgroup of its own; return how it ended, and how many processes the kernel has killed."""
+def launch(
+    words: Sequence[str], nproc: int, limit_mb: int, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Run a job in a cgroup of its own; return how it ended, and how many processes the kernel has killed.
+
+    Args:
+        words: after `paceline run`.
+        nproc: ranks.
+        limit_mb: of the cgroup.
+        variables: of the environment, besides the usual ones.
+    """
     environ = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        **variables,
     }
     with memory_group(limit_mb * MB) as group, tempfile.TemporaryDirectory() as folder:
         command = [*enter(group), sys.executable, "-m", "paceline", "run", "--nproc-per-node", str(nproc)]
@@ -115,11 +126,15 @@ def try_setting(name: str, report: list[str]) -> bool:
     script = str(HERE / "training.py")
     killed, kills = launch([script, name], 1, setting.limit_mb)
     need = re.search(rf"A whole step needs about {_BYTES}", killed.stderr)
-    remedy = re.search(rf"  - .*?({setting.words}).*: saves about {_BYTES}, (.*?)\.", killed.stderr)
+    remedy = re.search(
+        rf"^ *- .*?({setting.words}).*: saves about {_BYTES}, (.*?)\.(?: \[PL914\])?$",
+        killed.stderr,
+        re.MULTILINE,
+    )
     row = f"| {name} | {setting.limit_mb}"
     if not kills or need is None or remedy is None:
         reason = "not killed" if not kills else "no report" if need is None else "not proposed"
-        report.append(f"{row} | {reason} | | | | no |")
+        report.append(f"{row} | {reason} | | | | | no |")
         print(killed.stderr, file=sys.stderr)
         return False
     value = remedy[2] if re.compile(setting.words).groups else "1"
@@ -127,17 +142,27 @@ def try_setting(name: str, report: list[str]) -> bool:
     said = float(need[1]) * UNITS[need[2]] - float(size) * UNITS[unit]
     # The launcher's share of the limit, and other processes', are part of what is said, and not of a rank.
     others = re.search(rf"{_BYTES}  other processes", killed.stderr)
-    said -= float(others[1]) * UNITS[others[2]] if others else 0.0
-    done, _ = launch([script, name, value], setting.nproc, setting.nproc * setting.limit_mb)
+    besides = float(others[1]) * UNITS[others[2]] if others else 0.0
+    ends = re.search(rf"in {_BYTES} to {_BYTES}", verdict)
+    lower, upper = (
+        (float(ends[1]) * UNITS[ends[2]], float(ends[3]) * UNITS[ends[4]]) if ends else (said, said)
+    )
+    variables = dict(re.findall(r"(\w+)=(\d+) in the environment", remedy[0]))
+    said, lower, upper = said - besides, lower - besides, upper - besides
+    done, _ = launch([script, name, value], setting.nproc, setting.nproc * setting.limit_mb, variables)
     peaks = [int(peak) for peak in re.findall(r"peak of rank \d+: (\d+)", done.stdout)]
     fits = done.returncode == 0 and len(peaks) == setting.nproc
     peak = max(peaks, default=0)
-    is_right = fits and verdict == "would have fitted" and abs(peak - said) <= MOST_OFF * said
-    words = f"{remedy[1]}, {verdict}"
+    is_near = abs(peak - said) <= MOST_OFF * said
+    is_right = fits and verdict.startswith("would have fitted") and is_near
+    span = f"{lower / MB:.0f} to {upper / MB:.0f}" if ends else ""
+    words = "".join([remedy[1], *(f", {key}={number}" for key, number in variables.items())])
     report.append(
-        f"{row} | {words} | {said / MB:.0f} | {peak / MB:.0f} | {'yes' if fits else 'no'} "
-        f"| {'yes' if is_right else 'no'} |"
+        f"{row} | {words}, {verdict.partition(' in ')[0]} | {said / MB:.0f} | {span} | {peak / MB:.0f} "
+        f"| {'yes' if fits else 'no'} | {'yes' if is_right else 'no'} |"
     )
+    if not is_right:
+        print(killed.stderr, "" if fits else done.stderr, file=sys.stderr)
     print(report[-1], file=sys.stderr, flush=True)
     return is_right
 
@@ -155,8 +180,8 @@ def main() -> int:
             is_good &= try_kills(args.number, report)
         if args.part != "kills":
             report += [
-                "| setting | limit per rank, MB | proposed | peak said, MB | measured | fits | within 10% |",
-                "|---|---:|---|---:|---:|---|---|",
+                "| setting | limit, MB | proposed | said, MB | range, MB | measured | fits | within 10% |",
+                "|---|---:|---|---:|---:|---:|---|---|",
             ]
             names = args.names or list(SETTINGS)
             right = sum(try_setting(name, report) for name in names)

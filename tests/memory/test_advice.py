@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.memory.account import Account, BatchTensor, Holder, ModelState, ModuleMemory, Progress, Steps
-from paceline.memory.advice import MemorySettings, estimate_need, list_remedies
+from paceline.memory.advice import MemorySettings, list_remedies
 from paceline.memory.causes import find_cause, find_growth, is_alone
+from paceline.memory.need import estimate_need
 from paceline.memory.words import describe
 
 GB = 1 << 30

@@ -1,19 +1,20 @@
 """Lists settings that would have fitted, with the bytes that each saves.
 
-What a step needs at its peak is estimated: activations grow with the part of the model that the forward had
-not reached yet, and gradients and optimizer state that did not exist yet are added.
+A setting fits if the upper end of what a step then needs leaves some of the limit free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.memory.account import Account
 from paceline.memory.causes import Cause, find_cause, is_alone
+from paceline.memory.limits import MAPPED, MAPPED_FROM
+from paceline.memory.need import Need, Setting, estimate_need, estimate_peak
 
 # An estimate must leave this part of the limit free.
 _FREE = 0.05
-_MOST_DIVISIONS = 1024
+_MOST_HALVINGS = 10
 # Of the memory that a remedy must save to be listed at all.
 _LEAST = 0.02
 
@@ -43,56 +44,24 @@ class Remedy:
 
     Attributes:
         name: of the setting: `microbatch`, `recompute`, `dp_shard`, `tp`, `offload`, `bf16`, `release`,
-            `no_grad`, `workers`.
+            `no_grad`, `workers`, `map`.
         words: what to do.
         saves: bytes.
         fits: whether it alone would have been enough.
+        least: bytes that a step then needs at least.
+        most: at most.
     """
 
     name: str
     words: str
     saves: int
     fits: bool
+    least: int = 0
+    most: int = 0
 
 
-@dataclass(frozen=True)
-class Need:
-    """The memory that a whole step would need, in bytes of this rank.
-
-    Attributes:
-        activations: at the end of the forward.
-        state: parameters, gradients and optimizer state.
-        other: all else.
-    """
-
-    activations: int
-    state: int
-    other: int
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return self.activations + self.state + self.other
-
-
-def estimate_need(account: Account) -> Need:
-    """Return the estimate of a step's peak."""
-    held = account.get("activations")
-    reached = min(1.0, max(account.progress.reached, 0.02))
-    grows = account.progress.phase == "forward" and account.progress.has_graph
-    whole = held / reached if grows else held
-    # The failed allocation is part of what the forward had not reached; it counts if it is more than that.
-    activations = max(int(whole), held + account.get("request"))
-    is_training = not account.progress.is_evaluating
-    gradients = max(account.get("gradients"), account.model.trained if is_training else 0)
-    optimizer = max(account.get("optimizer"), account.model.expected_state if is_training else 0)
-    # Gradients appear while activations go.
-    during = account.get("gradients") if activations > gradients else gradients
-    state = account.get("parameters", "buffers", "gathered", "buckets") + optimizer + during
-    other = account.total - account.get(
-        *("activations", "request", "parameters", "buffers", "gathered", "buckets", "gradients", "optimizer")
-    )
-    return Need(activations, state, max(0, other))
+_Found = list[tuple[str, str, Need]]
+"""Settings: the name, what to do, and what a step then needs."""
 
 
 def find_room(account: Account) -> int:
@@ -111,54 +80,64 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
         settings: that the user has; `None` for a script of one's own.
     """
     settings = settings or MemorySettings(dp=account.num_ranks)
-    need, room, cause = estimate_need(account), find_room(account), find_cause(account)
-    found: list[tuple[str, str, int]] = []
-    found += _release(account, cause)
+    now, room, cause = estimate_now(account), find_room(account), find_cause(account)
+    # What grows from step to step fills any room.
+    is_leak = cause in ("kept graphs", "kept")
+    found = _release(account, cause)
     if cause == "evaluation":
-        found.append(
-            ("no_grad", "evaluate under torch.no_grad(), which saves nothing for backward", need.activations)
-        )
-    else:
-        found += _shrink(account, settings, need, room)
-    found += _divide(account, settings, need)
-    remedies = [
-        Remedy(name, words, int(saves), bool(room) and need.total - saves <= room)
-        for name, words, saves in found
-        if saves > _LEAST * need.total
-    ]
+        words = "evaluate under torch.no_grad(), which saves nothing for backward"
+        found.append(("no_grad", words, _evaluate(account)))
+    elif not is_leak:
+        found += _shrink(account, settings, room, cause)
+    found += _divide(account, settings)
+    if account.keeps_pieces and not is_leak:
+        words = f"{MAPPED}={MAPPED_FROM} in the environment: freed memory then goes back at once"
+        found.append(("map", words, estimate_need(account).without_pieces()))
+    is_enough = estimate_need(account).without_pieces().most <= room
+    remedies = []
+    for name, words, need in found:
+        if now - need.total <= _LEAST * now:
+            continue
+        mapped = need.without_pieces()
+        if need.most > room >= mapped.most and not is_enough:
+            need = mapped
+            words += f", with {MAPPED}={MAPPED_FROM} in the environment"
+        remedies.append(Remedy(name, words, now - need.total, need.most <= room, need.least, need.most))
     # What should not be there comes first, whether or not it is enough.
     first = ("release", "no_grad", "workers")
     return sorted(remedies, key=lambda one: (one.name not in first, not one.fits, -one.saves))
 
 
-def _release(account: Account, cause: Cause) -> list[tuple[str, str, int]]:
+def estimate_now(account: Account) -> int:
+    """Return what a step needs as the training is: no less than what it had when it ran short."""
+    return max(estimate_need(account).total, account.total)
+
+
+def _release(account: Account, cause: Cause) -> _Found:
     found = []
     for holder in account.holders:
         if holder.graphs:
             what = f"keep {holder.variable}.item() or .detach() in place of graphs"
-            found.append(("release", f"{what} ({holder.place})", holder.num_bytes))
         elif cause == "kept":
             what = f"do not keep {holder.variable} whole, or keep it on disk"
-            found.append(("release", f"{what} ({holder.place})", holder.num_bytes))
+        else:
+            continue
+        need = estimate_need(account, Setting(released=holder.num_bytes))
+        found.append(("release", f"{what} ({holder.place})", need))
     if workers := account.get("loader workers"):
         half = max(1, account.num_workers // 2)
-        found.append(
-            ("workers", f"use {half} loader workers in place of {account.num_workers}", workers // 2)
-        )
+        words = f"use {half} loader workers in place of {account.num_workers}"
+        need = estimate_need(account)
+        found.append(("workers", words, replace(need, other=need.other - workers // 2)))
     return found
 
 
-def _shrink(account: Account, settings: MemorySettings, need: Need, room: int) -> list[tuple[str, str, int]]:
+def _shrink(account: Account, settings: MemorySettings, room: int, cause: Cause) -> _Found:
     """Return settings by which a step computes or keeps less at once."""
     found = []
     size = settings.microbatch_size or _guess_samples(account)
-    per_batch = need.activations + account.get("batch")
-    parts = 2
-    while parts * 2 <= min(size, _MOST_DIVISIONS) and need.total - per_batch * (1 - 1 / parts) > room:
-        parts *= 2
     if size != 1 and account.get("activations", "request", "batch"):
-        smaller = size // parts
-        share = 1 - smaller / size if size else 1 / 2
+        smaller = _find_fitting(account, size, room, cause)
         if settings.is_trainer and size:
             words = f"microbatch_size={smaller} in place of {size}; the global batch stays"
         elif size:
@@ -167,31 +146,75 @@ def _shrink(account: Account, settings: MemorySettings, need: Need, room: int) -
             words = "microbatches of half as many samples, their gradients added up"
         if is_alone(account):
             words += ", or a bound on the length of this rank's samples"
-        found.append(("microbatch", words, int(per_batch * share)))
+        found.append(
+            ("microbatch", words, _divide_samples(account, cause, smaller / size if size else 1 / 2))
+        )
     number = account.model.num_repeated
     if number > 1 and account.progress.has_graph and not settings.recomputes:
-        share = min(1.0, account.model.repeated_activations / max(1, account.get("activations")))
-        # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
-        saves = need.activations * share * (1 - 1 / number) * 7 / 8
         words = (
             "layout recompute=block"
             if settings.is_trainer
             else f"torch.utils.checkpoint on the {number} modules of {account.model.repeated or 'the model'}"
         )
-        found.append(("recompute", words, int(saves)))
+        found.append(("recompute", words, _recompute(account)))
     if account.model.fp32_activations and settings.dtype in ("", "fp32"):
-        share = account.model.fp32_activations / max(1, account.get("activations", "kept graphs"))
         words = "dtype=bf16" if settings.is_trainer else "torch.autocast with bfloat16"
-        found.append(("bf16", words, int(need.activations * min(1.0, share) / 2)))
+        found.append(("bf16", words, _halve(account)))
     return found
 
 
-def _divide(account: Account, settings: MemorySettings, need: Need) -> list[tuple[str, str, int]]:
-    """Model state on more ranks, or elsewhere."""
+def _find_fitting(account: Account, size: int, room: int, cause: Cause) -> int:
+    """Return the most samples that fit: half, a quarter and so on; half if none of these fits."""
+    needs: dict[int, Need] = {}
+    for halvings in range(1, _MOST_HALVINGS + 1):
+        if smaller := size >> halvings:
+            needs[smaller] = _divide_samples(account, cause, smaller / size)
+            if needs[smaller].most <= room:
+                return smaller
+    mapped = (smaller for smaller, need in needs.items() if need.without_pieces().most <= room)
+    return next(mapped, size // 2)
+
+
+def _divide_samples(account: Account, cause: Cause, share: float) -> Need:
+    """Return what a step needs that computes this share of its samples at once."""
+    if account.forward.operations:
+        return estimate_need(account, Setting(share=share, divides_batch=cause == "batch"))
+    need = estimate_need(account)
+    batch = int(account.get("batch") * (1 - share))
+    return replace(need, activations=int(need.activations * share), other=max(0, need.other - batch))
+
+
+def _recompute(account: Account) -> Need:
+    if estimate_peak(account, setting := Setting(recomputes=True)) is not None:
+        return estimate_need(account, setting)
+    need, number = estimate_need(account), account.model.num_repeated
+    share = min(1.0, account.model.repeated_activations / max(1, account.get("activations")))
+    # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
+    saves = need.activations * share * (1 - 1 / number) * 7 / 8
+    return replace(need, activations=need.activations - int(saves))
+
+
+def _halve(account: Account) -> Need:
+    if account.forward.operations:
+        return estimate_need(account, Setting(is_half=True))
+    need = estimate_need(account)
+    share = account.model.fp32_activations / max(1, account.get("activations", "kept graphs"))
+    return replace(need, activations=need.activations - int(need.activations * min(1.0, share) / 2))
+
+
+def _evaluate(account: Account) -> Need:
+    """Return what an evaluation needs that saves nothing for backward."""
+    if account.forward.operations:
+        return estimate_need(account, Setting(has_graph=False))
+    return replace(estimate_need(account), activations=0)
+
+
+def _divide(account: Account, settings: MemorySettings) -> _Found:
+    """Return settings that divide model state among more ranks, or keep it elsewhere."""
     found = []
     ranks = max(settings.dp, 2)
     more = "" if settings.dp > 1 else " (on twice the ranks)"
-    divided = int(need.state * (1 - 1 / ranks))
+    divided = estimate_need(account, Setting(ranks=ranks))
     if not account.model.is_sharded:
         words = f"layout dp_shard={ranks}" if settings.is_trainer else f"fully_shard over {ranks} ranks"
         found.append(("dp_shard", words + more, divided))
@@ -203,7 +226,7 @@ def _divide(account: Account, settings: MemorySettings, need: Need) -> list[tupl
             if settings.is_trainer
             else "parameters and state offloaded to CPU"
         )
-        found.append(("offload", words, need.state))
+        found.append(("offload", words, replace(estimate_need(account), state=0)))
     return found
 
 

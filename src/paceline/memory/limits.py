@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 LimitKind = Literal["cgroup", "machine", "address space", "device"]
+MAPPED = "MALLOC_MMAP_THRESHOLD_"
+"""The environment variable by which glibc maps every block above a size on its own."""
+MAPPED_FROM = 1_000_000
+"""A suitable size, in bytes."""
 _PAGE = resource.getpagesize()
 _MOUNT = Path("/sys/fs/cgroup")
 # Version 1 writes the largest number that it knows for "no limit".
@@ -70,11 +74,15 @@ def read_process(pid: int | str = "self") -> ProcessMemory | None:
     return ProcessMemory(**found) if found else None
 
 
-def read_resident() -> int:
-    """Return the resident bytes of this process, pages of files included; takes some microseconds."""
+def read_resident() -> tuple[int, int]:
+    """Return the resident bytes of this process, and those of them in pages of no file.
+
+    Takes some microseconds.
+    """
     with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE
-    return 0
+        _, resident, shared, *_ = map(int, file.read().split())
+        return resident * _PAGE, (resident - shared) * _PAGE
+    return 0, 0
 
 
 def read_address_space() -> Use | None:
@@ -195,6 +203,15 @@ def read_freed() -> int:
         inquire.restype = _MallocInfo
         return int(inquire().fordblks)
     return 0
+
+
+def keeps_pieces() -> bool:
+    """Return whether the C library is glibc, and decides by itself which blocks come from its heap."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018
+        settings = os.environ.get("GLIBC_TUNABLES", "")
+        return MAPPED not in os.environ and "glibc.malloc.mmap_threshold" not in settings
+    return False
 
 
 def list_children(pid: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.memory.account import KINDS, Account, Holder, ModuleMemory
-from paceline.memory.advice import MemorySettings, Remedy, estimate_need, find_room, list_remedies
+from paceline.memory.advice import MemorySettings, Remedy, estimate_now, find_room, list_remedies
 from paceline.memory.causes import find_cause, find_growth, is_alone
 from paceline.memory.modules import OUTSIDE
 from paceline.phrases import join
@@ -14,6 +14,8 @@ from paceline.units import format_bytes
 CODE = "PL914"
 _MANY = 3
 _MANY_REMEDIES = 4
+# A wider range than this is given with both ends.
+_WIDE = 1.05
 # Smaller parts are summed up in the last line.
 _LEAST = 0.01
 _LIMITS = {
@@ -37,7 +39,7 @@ def describe(account: Account, settings: MemorySettings | None = None) -> str:
 
 def describe_without_remedies(account: Account) -> str:
     """Return the cause, the composition, the growth and what a whole step needs, as lines."""
-    room, need = find_room(account), estimate_need(account).total
+    room, need = find_room(account), estimate_now(account)
     over = f", {format_bytes(need - room)} too much" if room and need > room else ""
     lines = [describe_cause(account), *_list_parts(account), *_describe_growth(account)]
     return "\n".join([*lines, f"A whole step needs about {format_bytes(need)}{over}."])
@@ -45,7 +47,11 @@ def describe_without_remedies(account: Account) -> str:
 
 def describe_remedy(remedy: Remedy) -> str:
     """Return a setting, what it saves, and whether that would have been enough."""
-    enough = "would have fitted" if remedy.fits else "not enough alone"
+    enough = "not enough alone"
+    if remedy.fits:
+        enough = "would have fitted"
+        if remedy.most > _WIDE * remedy.least > 0:
+            enough += f" in {format_bytes(remedy.least)} to {format_bytes(remedy.most)}"
     return f"{remedy.words}: saves about {format_bytes(remedy.saves)}, {enough}."
 
 

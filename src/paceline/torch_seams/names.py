@@ -308,6 +308,12 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "activations are not listed by module",
         ),
         TorchName(
+            "torch.autograd.graph.Node._input_metadata",
+            "finds the sizes of results that nothing saves",
+            "",
+            "a step's peak is estimated from what is saved",
+        ),
+        TorchName(
             "torch._C._functions.AddmmBackward0._saved_mat1",
             "sums what autograd has saved",
             "torch.autograd.graph.saved_tensors_hooks, which slow down every forward",
