@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.plan.traffic import plan_cp_traffic
+from paceline.plan.traffic_table import plan_recipe_traffic
 from paceline.recipe import Layout
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import build_data, build_loader, build_trainer
@@ -150,6 +151,9 @@ def test_a_step_sends_over_cp_what_the_formulas_say(ranks: Pool, tmp_path: Path,
             num_keys=16 * LENGTH * HIDDEN // 2,
         )
         assert planned == sum(found.sent.values()) - gradients
+        layout = Layout.parse(f"cp={n} cp_by={by}").close()
+        [row] = plan_recipe_traffic(parse_recipe(table), layout)
+        assert (row.axis, row.degree, row.num_bytes) == ("cp", n, planned)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`paceline plan schedule`: simulates and draws the schedules of a pipeline, without any ranks."""
+"""`paceline plan`: simulates and draws the schedules of a pipeline, without any ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.cli.plan_traffic import add_traffic
 from paceline.errors import PacelineError
 from paceline.pipeline.check import check_schedule
 from paceline.pipeline.files import read_list
@@ -22,7 +23,7 @@ _MOST_ACTIONS = 200_000
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
-    parser = subparsers.add_parser("plan", help="simulate the schedules of a pipeline")
+    parser = subparsers.add_parser("plan", help="simulate schedules of a pipeline, count the bytes of a step")
     kinds = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
     schedule = kinds.add_parser(
         "schedule",
@@ -55,6 +56,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     schedule.add_argument("--actions", action="store_true", help="print the actions, in the form of a file")
     schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     schedule.set_defaults(run=run)
+    add_traffic(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ which sends the same). Bytes are those that one rank sends on a ring, as in `pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from paceline.models.gpt import Gpt
 from paceline.plan.memory import Sizes
 from paceline.plan.parameters import list_parameters
 from paceline.plan.traffic import plan_tp_traffic, plan_traffic
+from paceline.plan.traffic_table import plan_recipe_traffic
 from paceline.recipe import Layout, Recipe, parse_recipe
 from tests.dist import recorder
 from tests.dist.pool import Pool
@@ -62,14 +64,15 @@ class Sent(NamedTuple):
         return factor * self.numel * {"Float": 4, "Double": 8}[self.dtype]
 
 
-def build_recipe() -> Recipe:
+def build_recipe(settings: Sequence[str] = ()) -> Recipe:
     return parse_recipe(
         {
             "model": {"kind": "gpt", "layers": LAYERS, "hidden": HIDDEN, "heads": 4, "tie_embeddings": False},
             "data": {"kind": "text", "files": ["python-stdlib"], "seq_len": LENGTH},
             "train": {"steps": 1, "global_batch_size": 8, "microbatch_size": SAMPLES},
             "optimizer": {"kind": "adamw", "lr": 1e-3},
-        }
+        },
+        settings,
     )
 
 
@@ -144,6 +147,15 @@ def plan_bytes(layout: str, k: int) -> float:
     return of_blocks + k * 4 * 2 * ring * (2 * ACTIVATION + 3 * TOKENS)
 
 
+def plan_row(layout: str, k: int, axis: str) -> float | None:
+    """Return the bytes in the table of `paceline plan traffic`."""
+    degrees = Layout.parse(layout).close()
+    sets = [f"train.global_batch_size={k * degrees.dp * SAMPLES}", 'train.reduction="fast"']
+    recipe = build_recipe(sets)
+    rows = plan_recipe_traffic(recipe, degrees, VOCAB)
+    return {row.axis: row.num_bytes for row in rows}[axis]
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_one_sum_per_attention_and_feed_forward_and_pass(ranks: Pool, tp: int) -> None:
     rounds = (1, 3)
@@ -156,7 +168,7 @@ def test_one_sum_per_attention_and_feed_forward_and_pass(ranks: Pool, tp: int) -
             assert [kind for kind, _ in agreed] == ["all_to_all", "all_to_all"]
             assert agreed[1] == ("all_to_all", tp)
             total = sum(each.num_bytes(tp) for each in sent if each.dtype == "Float")
-            assert total == plan_bytes(f"tp={tp}", k)
+            assert total == plan_bytes(f"tp={tp}", k) == plan_row(f"tp={tp}", k, "tp")
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -202,7 +214,7 @@ def test_shards_of_parts_send_the_parts_only(ranks: Pool, zero: int) -> None:
                 ]
                 for words in (layout, f"dp_shard=2 zero={zero} dp_replicate=2")
             ]
-            assert measured == plans[0]
+            assert measured == plans[0] == plan_row(layout, k, "dp_shard")
             assert 0.5 < plans[0] / plans[1] < 0.51, "of half of the matrices and of all norms"
             assert {each.axis for each in sent} == {"dp_shard", "tp", "world"}
             sums = [each for each in sent if each.axis == "tp" and each.numel == ACTIVATION]
@@ -231,3 +243,4 @@ def test_replicas_sum_once_per_step(ranks: Pool, layout: str) -> None:
             gradients = sum(each.num_bytes(2) for each in summed if each.dtype == "Float")
             # Without no_sync four microbatches would send it four times.
             assert gradients == plan
+            assert plan_row(layout, 1, "dp_replicate") == plan
