@@ -250,6 +250,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch._foreach_mul_", "multiplies by one kernel"),
         TorchName("torch._neg_view", "rebuilds a view that was recorded"),
         TorchName("torch._C._nn._parse_to", "reads the arguments of Tensor.to as torch does"),
+        TorchName("torch._fused_sdp_choice", "finds out whether a kernel takes shared heads"),
         TorchName(
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
             "attends to a part of the keys, with the sums by which parts are merged",

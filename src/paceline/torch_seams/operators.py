@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from paceline.torch_seams.check import require
 
@@ -60,6 +62,14 @@ def apply_safe_softmax(scores: Tensor) -> Tensor:
 def reduces_narrow_attention() -> bool:
     """Return whether torch's attention without fused kernels may reduce in fp16 and bf16."""
     return torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+
+
+@cache
+def flash_shares_heads() -> bool:
+    """Return whether torch's flash kernel on CPU takes fewer heads of keys than of queries."""
+    query, key = (torch.zeros(1, heads, 8, 8, device="cpu") for heads in (2, 1))
+    chosen = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=True)
+    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
 
 
 def attend_with_sums(

@@ -437,7 +437,7 @@ class _Judge(_Nothing):
                 rounded_to=find_rounding(expected, tensor),
                 share=float(apart.double().mean()),
                 owner="" if event.is_weight else find_owner(whole, tensor, self._places, noise.tolerance),
-                positions=None if event.is_weight else find_positions(apart, whole, self._places),
+                positions=None if event.is_weight else find_positions(apart, whole, tensor, self._places),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
                 is_received=is_received,
                 instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,

@@ -1,8 +1,8 @@
 """Finds which part of a whole tensor a rank has at a module's boundary, from the shapes alone.
 
-Along tp, a rank has a run of columns or heads. Along cp, it has consecutive positions (rows) between the
-blocks, and some heads inside of an attention. Several parts may have the same shape. Then the nearest one is
-the expected one, so a difference is never exaggerated.
+Along tp, a rank has a run of columns or heads. Along cp, it has some positions (rows) between the blocks,
+consecutive ones or in zigzag, and some heads inside of an attention. Several parts may have the same shape.
+Then the nearest one is the expected one, so a difference is never exaggerated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from paceline.parallel.context.exchange import count_rows
+from paceline.parallel.context.division import Division
 from paceline.parallel.split import Split
 from paceline.recipe import Layout
 from paceline.verifying.compare import measure_distance
@@ -88,26 +88,37 @@ def find_owner(whole: Tensor, part: Tensor, places: Sequence[Place], tolerance: 
     return ""
 
 
-def find_positions(apart: Tensor, whole: Tensor, places: Sequence[Place]) -> Positions | None:
+def find_positions(apart: Tensor, whole: Tensor, part: Tensor, places: Sequence[Place]) -> Positions | None:
     """Return the positions at which a rank's rows differ; `None` for anything but rows.
 
     Args:
         apart: bool, where this rank's part differs.
         whole: the whole tensor.
+        part: this rank's.
         places: of this rank.
     """
     place = next((place for place in places if place.axis == "cp"), None)
     if place is None or apart.dim() != 3 or whole.dim() != 3:
         return None
+    others = [other for other in places if other is not place]
     for dim in (1, 0):  # batch or sequence first
-        counts = count_rows(whole.shape[dim], place.size)
-        if whole.shape[dim] != apart.shape[dim] == counts[place.rank]:
+        length, distances = whole.shape[dim], dict[Division, float]()
+        for division in _list_divisions(length, place.size):
+            if length != apart.shape[dim] == division.counts[place.rank]:
+                rows = find_part(division.take(whole, dim, place.rank), part, others)
+                if rows is not None:
+                    distances.setdefault(division, measure_distance(rows, part))
+        if distances:
+            positions = min(distances, key=distances.__getitem__).list_positions(place.rank)
             rest = [other for other in range(3) if other != dim]
-            found = apart.any(rest[1]).any(rest[0]).nonzero().flatten() + sum(counts[: place.rank])
-            if not len(found):
-                return None
-            return Positions(int(found[0]), int(found[-1]), len(found), whole.shape[dim])
+            found = positions[apart.cpu().any(rest[1]).any(rest[0])]
+            return Positions(int(found[0]), int(found[-1]), len(found), length) if len(found) else None
     return None
+
+
+def _list_divisions(length: int, num_ranks: int) -> list[Division]:
+    """Return the ways in which cp may divide a length."""
+    return [Division.of(length, num_ranks, zigzag=zigzag) for zigzag in (False, True)]
 
 
 def join_positions(found: Sequence[Positions]) -> str:
@@ -145,6 +156,7 @@ def _cut(whole: Tensor, dim: int, place: Place) -> Iterator[Tensor]:
     for outer in _PACKINGS:
         if size % (outer * place.size) == 0:
             yield Split(dim, outer, place.size).take(whole, place.rank)
-    if place.axis == "cp" and size % place.size and size >= place.size:
-        counts = count_rows(size, place.size)
-        yield whole.narrow(dim, sum(counts[: place.rank]), counts[place.rank])
+    if place.axis == "cp" and size >= place.size:
+        for division in _list_divisions(size, place.size):
+            if division.is_zigzag or size % place.size:
+                yield division.take(whole, dim, place.rank)

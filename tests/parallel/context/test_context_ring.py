@@ -30,18 +30,20 @@ from tests.parallel.context.test_context_refusals import RECIPE
 from tests.parallel.context.test_context_traffic import LENGTH
 from tests.parallel.tensor.models import build
 
-NUM_HEADS, WIDTH, TOTAL = 4, 8, 21
+NUM_HEADS, WIDTH = 4, 8
+# Parts of unequal length; and 2 x 2, 2 x 3 or 2 x 4 chunks of equal length.
+UNEVEN, EVEN = 21, 48
 
 
-def _draw_call(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+def _draw_call(name: str, dtype: torch.dtype, length: int) -> tuple[list[Tensor], dict[str, Any]]:
     """Queries, keys and values of a whole sequence, and the other arguments of a call."""
     generator = torch.Generator().manual_seed(0)
     heads = 2 if name == "shared heads" else NUM_HEADS
-    shapes = [(2, h, TOTAL, WIDTH) for h in (NUM_HEADS, heads, heads)]
+    shapes = [(2, h, length, WIDTH) for h in (NUM_HEADS, heads, heads)]
     if name == "wide values":
-        shapes[2] = (2, heads, TOTAL, 2 * WIDTH)
+        shapes[2] = (2, heads, length, 2 * WIDTH)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    position = torch.arange(TOTAL)
+    position = torch.arange(length)
     given: dict[str, Any] = {
         "causal": {"is_causal": True},
         "shared heads": {"is_causal": True, "enable_gqa": True},
@@ -49,9 +51,9 @@ def _draw_call(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, A
         "window": {"attn_mask": (position[:, None] - position).abs() < 3},  # whole parts are masked
         # One position attends to nothing.
         "nothing": {"attn_mask": (position[:, None] >= position) & (position[:, None] != 8)},
-        "bias": {"attn_mask": torch.randn(2, 1, TOTAL, TOTAL, generator=generator).to(dtype), "scale": 0.3},
+        "bias": {"attn_mask": torch.randn(2, 1, length, length, generator=generator).to(dtype), "scale": 0.3},
         "keys alone": {"attn_mask": (position < 13)[None, None, None, :]},
-        "columns alike": {"attn_mask": torch.randn(TOTAL, 1, generator=generator).to(dtype)},
+        "columns alike": {"attn_mask": torch.randn(length, 1, generator=generator).to(dtype)},
     }.get(name, {})
     return tensors, given
 
@@ -59,35 +61,39 @@ def _draw_call(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, A
 CALLS = ["plain", "causal", "shared heads", "wide values", "window", "nothing", "bias", "keys alone"]
 
 
-def attend(world: Any, cases: list[tuple[str, torch.dtype]]) -> dict[str, float]:
+def attend(
+    world: Any, cases: list[tuple[str, torch.dtype]], length: int, by: str = "ring"
+) -> dict[str, float]:
     """Return by call the largest difference of the result or a gradient from one process."""
-    rows = Rows(build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp)
-    rows.divide(TOTAL)
+    torch.set_num_threads(1)
+    rows = Rows(build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp, is_causal=length != UNEVEN)
+    rows.divide(length)
+    assert rows.division.is_zigzag == (length != UNEVEN)
     found = {}
     for name, dtype in cases:
-        tensors, given = _draw_call(name, dtype)
+        tensors, given = _draw_call(name, dtype, length)
         whole = [tensor.clone().requires_grad_() for tensor in tensors]
         expected = F.scaled_dot_product_attention(*whole, **given)
         weight = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view(expected.shape)
         (expected * weight).sum().backward()
-        parts = [tensor.narrow(2, rows.start, rows.own).clone().requires_grad_() for tensor in tensors]
-        change = attend_by_rows(rows, gathers=True, is_causal=given.get("is_causal", False), by="ring")
+        parts = [rows.take(tensor, 2).clone().requires_grad_() for tensor in tensors]
+        change = attend_by_rows(rows, gathers=True, is_causal=given.get("is_causal", False), by=by)
         result = change(ATTENTION, tuple(parts), given, ATTENTION)
-        (result * weight.narrow(2, rows.start, rows.own)).sum().backward()
+        (result * rows.take(weight, 2)).sum().backward()
         pairs = [(expected.detach(), result.detach())]
         pairs += [(one.grad, part.grad) for one, part in zip(whole, parts, strict=True)]  # type: ignore[misc]
         found[f"{name} {dtype}"] = max(
-            float((one.narrow(2, rows.start, rows.own) - part).abs().max() / one.abs().max())
-            for one, part in pairs
+            float((rows.take(one, 2) - part).abs().max() / one.abs().max()) for one, part in pairs
         )
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_any_call_is_merged_to_that_of_one_process(ranks: Pool, num_ranks: int) -> None:
-    """21 positions: the ranks have unequal parts."""
+@pytest.mark.parametrize("by", ["gather", "ring"])
+@pytest.mark.parametrize(("num_ranks", "length"), [(2, UNEVEN), (4, UNEVEN), (2, EVEN), (3, EVEN), (4, EVEN)])
+def test_any_call_is_that_of_one_process(ranks: Pool, num_ranks: int, length: int, by: str) -> None:
+    """In zigzag and not."""
     cases = [(name, torch.float64) for name in [*CALLS, "columns alike"]] + [("causal", torch.float32)]
-    for found in ranks.run(attend, nproc=num_ranks, args=(cases,)):
+    for found in ranks.run(attend, nproc=num_ranks, args=(cases, length, by)):
         limits = {name: 1e-12 if "float64" in name else 1e-5 for name in found}
         assert all(found[name] < limit for name, limit in limits.items()), found
         assert not any(math.isnan(value) for value in found.values()), found

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.mesh import Axis
 from paceline.models import gpt
 from paceline.parallel.context import apply, exchange, gather, ring
+from paceline.parallel.context.division import Division
 from paceline.parallel.dropout import replacements
 from paceline.parallel.dropout.replacements import Cut
 from paceline.parallel.placement import Placement
@@ -147,8 +148,8 @@ def rows_of_another_rank() -> Iterator[None]:
     """Before the first block, the ranks of cp take each other's rows."""
     right = exchange._own_rows
 
-    def take(tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
-        return right(tensor, dim, counts, replace(axis, rank=axis.size - 1 - axis.rank))
+    def take(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        return right(tensor, dim, division, replace(axis, rank=axis.size - 1 - axis.rank))
 
     with mock.patch.object(exchange, "_own_rows", take):
         yield
@@ -158,9 +159,21 @@ def rows_of_another_rank() -> Iterator[None]:
 def rows_joined_in_another_order() -> Iterator[None]:
     """Behind the last block, the ranks' rows are joined in another order."""
 
-    def forward(ctx: Any, tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
-        ctx.given = dim, counts, axis
-        return exchange.all_gather_rows(tensor, dim, counts, axis).roll(counts[0], dim)
+    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        ctx.given = dim, division, axis
+        return exchange.all_gather_rows(tensor, dim, division, axis).roll(division.counts[0], dim)
+
+    with mock.patch.object(exchange._JoinDivided, "forward", staticmethod(forward)):
+        yield
+
+
+@contextlib.contextmanager
+def zigzag_not_undone() -> Iterator[None]:
+    """Behind the last block, chunks in zigzag are joined as if each rank had consecutive positions."""
+
+    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        ctx.given = dim, division, axis
+        return exchange.all_gather_rows(tensor, dim, Division(division.counts), axis)
 
     with mock.patch.object(exchange._JoinDivided, "forward", staticmethod(forward)):
         yield
@@ -173,8 +186,9 @@ def dropout_from_position_zero() -> Iterator[None]:
 
     def cut(self: apply._RowsCut) -> Cut:
         found = right(self)
-        assert found.rows is not None
-        return replace(found, rows=(0, found.rows[1]))
+        assert found.runs is not None
+        ((_, number),) = found.runs
+        return replace(found, runs=((0, number),))
 
     with mock.patch.object(apply._RowsCut, "__call__", cut):
         yield
@@ -227,9 +241,9 @@ def gradient_of_rows_lost() -> Iterator[None]:
     """Before the first block, the gradient of the first rank's rows is lost."""
 
     def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, counts, _ = ctx.given
+        dim, division, _ = ctx.given
         joined = exchange.all_gather_rows(grad, *ctx.given)
-        joined.narrow(dim, 0, counts[0]).zero_()
+        joined.narrow(dim, 0, division.counts[0]).zero_()
         return joined, None, None, None
 
     with mock.patch.object(exchange._DivideRows, "backward", staticmethod(backward)):
@@ -272,8 +286,8 @@ def weights_averaged_over_cp() -> Iterator[None]:
 def causal_by_local_index() -> Iterator[None]:
     """By gather, each rank counts its rows of the causal mask from 0."""
 
-    def make(rows: Any, num_keys: int, device: torch.device) -> Tensor:
-        return torch.ones(rows.own, num_keys, dtype=torch.bool).tril()
+    def make(positions: Tensor, num_keys: int) -> Tensor:
+        return torch.ones(len(positions), num_keys, dtype=torch.bool).tril()
 
     with mock.patch.object(gather, "_make_causal", make):
         yield
@@ -283,9 +297,9 @@ def causal_by_local_index() -> Iterator[None]:
 def causal_rows_of_another_rank() -> Iterator[None]:
     """By gather, each rank has the other rank's rows of the causal mask."""
 
-    def make(rows: Any, num_keys: int, device: torch.device) -> Tensor:
-        start = rows.start + rows.own * (1 - 2 * rows.axis.rank)
-        return torch.ones(num_keys, num_keys, dtype=torch.bool).tril()[start : start + rows.own]
+    def make(positions: Tensor, num_keys: int) -> Tensor:
+        others = sorted(set(range(num_keys)) - set(positions.tolist()))
+        return torch.ones(num_keys, num_keys, dtype=torch.bool).tril()[others]
 
     with mock.patch.object(gather, "_make_causal", make):
         yield
@@ -294,7 +308,9 @@ def causal_rows_of_another_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def positions_of_the_first_rank() -> Iterator[None]:
     """By gather, every rank takes the first rank's cosines and sines."""
-    with mock.patch.object(apply, "cut_entering", lambda tensor, dim, rows: tensor.narrow(dim, 0, rows.own)):
+    with mock.patch.object(
+        apply, "cut_entering", lambda tensor, dim, rows: rows.division.take(tensor, dim, 0)
+    ):
         yield
 
 
@@ -305,7 +321,7 @@ def gathered_keys_of_one_rank_twice() -> Iterator[None]:
 
     def both(key: Tensor, value: Tensor, rows: Any) -> tuple[Tensor, ...]:
         found = right(key, value, rows)
-        return tuple(torch.cat([x[..., : rows.counts[0], :]] * 2, -2) for x in found)
+        return tuple(rows.division.join([rows.division.take(x, 2, 0)] * 2, 2) for x in found)
 
     with mock.patch.object(gather, "_gather_both", both):
         yield
@@ -315,8 +331,8 @@ def gathered_keys_of_one_rank_twice() -> Iterator[None]:
 def gradient_of_gathered_keys_not_summed() -> Iterator[None]:
     """By gather, a rank's keys and values get no gradient from the other rank's queries."""
 
-    def add_up(tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
-        return tensor.narrow(dim, sum(counts[: axis.rank]), counts[axis.rank]).contiguous()
+    def add_up(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        return division.take(tensor, dim, axis.rank).contiguous()
 
     with mock.patch.object(gather, "_add_up_rows", add_up):
         yield
@@ -343,6 +359,21 @@ def ring_stands_still() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def ring_takes_the_other_chunk() -> Iterator[None]:
+    """By ring, a rank attends to the last chunk of the ranks before it, and not to the first."""
+    right = ring._take_turn
+
+    def take(*given: Any) -> Any:
+        found = right(*given)
+        if found is not None and found.keys.stop is not None:
+            found = replace(found, keys=slice(found.keys.stop, None))
+        return found
+
+    with mock.patch.object(ring, "_take_turn", take):
+        yield
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     fault.__name__: fault
     for fault in (
@@ -355,6 +386,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         keys_of_one_rank_twice,
         rows_of_another_rank,
         rows_joined_in_another_order,
+        zigzag_not_undone,
         dropout_from_position_zero,
         labels_shifted_across_the_cut,
         gradient_of_keys_lost,
@@ -369,5 +401,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         gradient_of_gathered_keys_not_summed,
         ring_merged_without_sums,
         ring_stands_still,
+        ring_takes_the_other_chunk,
     )
 }

@@ -180,6 +180,9 @@ EXPECTED: dict[str, Expected] = {
     "rows_joined_in_another_order": Expected(
         "gpt", "cp=2", "PL701", "layers.1", ["in the output of layers.1"]
     ),
+    "zigzag_not_undone": Expected(
+        "gpt", "cp=2 cp_by=gather", "PL701", "layers.1", ["in the output of layers.1"]
+    ),
     "dropout_from_position_zero": Expected(
         "gpt", "cp=2", "PL702", "layers.0", ["on rank 1 only", "as with two masks"]
     ),
@@ -206,7 +209,7 @@ EXPECTED: dict[str, Expected] = {
         "cp=2 cp_by=gather",
         "PL701",
         "layers.0.self_attn",
-        ["on rank 1 only", "before layers.0.self_attn.o_proj", "positions 16 to 31 of 32"],
+        ["before layers.0.self_attn.o_proj", "positions 8 to 31 of 32"],
     ),
     "causal_rows_of_another_rank": Expected(
         "gpt", "cp=2 cp_by=gather", "PL701", "layers.0.self_attn", ["o_proj", "Masks and positions"]
@@ -232,7 +235,14 @@ EXPECTED: dict[str, Expected] = {
         "cp=2 cp_by=ring",
         "PL701",
         "layers.0.self_attn",
-        ["on rank 1 only", "before layers.0.self_attn.o_proj", "positions 16 to 31 of 32"],
+        ["before layers.0.self_attn.o_proj", "positions 8 to 31 of 32"],
+    ),
+    "ring_takes_the_other_chunk": Expected(
+        "gpt",
+        "cp=2 cp_by=ring",
+        "PL701",
+        "layers.0.self_attn",
+        ["on rank 1 only", "before layers.0.self_attn.o_proj", "positions 8 to 23 of 32"],
     ),
     "experts_gradient_scaled_by_ep": Expected(
         "moe", "dp_replicate=2 ep=2", "PL707", "layers.1.mlp.experts", ["2 times", "ranks of ep=2"]

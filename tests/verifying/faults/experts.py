@@ -177,7 +177,7 @@ def mixture_cut_as_another_rank() -> Iterator[None]:
     """Behind a mixture, each rank of cp takes the other rank's rows."""
 
     def cut(tensor: Tensor, place: tuple[int, bool], rows: Any) -> Tensor:
-        return torch.flip(tensor.unflatten(1, (2, -1)), (1,)).flatten(1, 2)[:, rows.start :][:, : rows.own]
+        return rows.take(torch.flip(tensor.unflatten(1, (2, -1)), (1,)).flatten(1, 2), 1)  # type: ignore[no-any-return]
 
     with mock.patch.object(apply, "cut_whole", cut):
         yield

@@ -44,7 +44,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
     assert plan.num_ranks == axis.size
     show_whole_gradients(dict(model.named_parameters()), model, {}, plan.partial, axis)
     modules = dict(model.named_modules())
-    rows = [Rows(axis) for _ in plan.stretches]
+    rows = [Rows(axis, is_causal=plan.is_causal(index)) for index in range(len(plan.stretches))]
     inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
     for name, sizes in plan.sizes.items():
         for spot, changes in sizes.items():
@@ -164,7 +164,8 @@ class _RowsCut:
     rows: Rows
 
     def __call__(self) -> Cut:
-        return Cut(self.dim, 1, self.rows.axis.size, self.rows.axis.rank, (self.rows.start, self.rows.whole))
+        axis, division = self.rows.axis, self.rows.division
+        return Cut(self.dim, 1, axis.size, axis.rank, division.list_runs(axis.rank), division.length)
 
 
 def _cut(cut: int | Split, rows: Rows) -> Cut | Callable[[], Cut]:

@@ -1,7 +1,7 @@
 """Collectives between the ranks of cp, as functions that autograd can differentiate.
 
-Between the blocks each rank has consecutive positions of a sequence (rows); inside an attention each rank has
-all positions of some heads.
+Between the blocks each rank has some positions of a sequence (rows, see `division.py`). Inside an attention
+by heads, each rank has all positions of some heads.
 
 | function       | forward                           | backward                          |
 |----------------|-----------------------------------|-----------------------------------|
@@ -21,6 +21,7 @@ communicate nothing.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -30,44 +31,52 @@ from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.parallel.context.division import Division
 from paceline.parallel.context.errors import too_short_error
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import refuse_graph, show
 from paceline.torch_seams.tensors import is_fake
 
-
-def count_rows(length: int, num_ranks: int) -> tuple[int, ...]:
-    """Return how many positions each rank has; if the length does not divide, the first have one more."""
-    low, more = divmod(length, num_ranks)
-    return tuple(low + (rank < more) for rank in range(num_ranks))
+log = logging.getLogger(__name__)
 
 
 class Rows:
     """The rows of a stretch of blocks: how the sequence of the forward that runs now is divided.
 
+    Args:
+        axis: cp.
+        is_causal: whether an attention by rows in the stretch is causal; then rows are in zigzag where the
+            length allows it.
+
     Attributes:
         axis: cp.
-        counts: the rows of each rank.
+        division: the rows of each rank.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, *, is_causal: bool = False) -> None:
         self.axis = axis
-        self.counts: tuple[int, ...] = ()
+        self.division = Division()
+        self._is_causal = is_causal
+        self._has_logged = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of rows of each rank."""
+        return self.division.counts
 
     @property
     def whole(self) -> int:
         """The length of the whole sequence."""
-        return sum(self.counts)
+        return self.division.length
 
     @property
     def own(self) -> int:
         """The number of rows that this rank has."""
-        return self.counts[self.axis.rank]
+        return self.division.counts[self.axis.rank]
 
-    @property
-    def start(self) -> int:
-        """The position of this rank's first row."""
-        return sum(self.counts[: self.axis.rank])
+    def take(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows of a whole tensor; no autograd between ranks."""
+        return self.division.take(tensor, dim, self.axis.rank)
 
     def divide(self, length: int) -> None:
         """Divide the sequence of a forward.
@@ -77,7 +86,15 @@ class Rows:
         """
         if length < self.axis.size:
             raise too_short_error(length, self.axis.size)
-        self.counts = count_rows(length, self.axis.size)
+        self.division = Division.of(length, self.axis.size, zigzag=self._is_causal)
+        if self._is_causal and not self.division.is_zigzag and not self._has_logged:
+            self._has_logged = True
+            log.info(
+                "cp: zigzag is off for sequences of %d positions, because 2 x cp = %d does not divide them: "
+                "each rank has consecutive positions, and causal attention takes longer",
+                length,
+                2 * self.axis.size,
+            )
 
     def check(self, tensor: Tensor, dim: int, expected: int) -> None:
         """Raise PL631 unless a tensor has the expected length."""
@@ -96,7 +113,7 @@ def take_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(take_rows, tensor, dim, rows)
     rows.divide(tensor.shape[dim])
-    result: Tensor = _DivideRows.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _DivideRows.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -105,7 +122,7 @@ def cut_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(cut_rows, tensor, dim, rows)
     rows.check(tensor, dim, rows.whole)
-    result: Tensor = _DivideRows.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _DivideRows.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -114,7 +131,7 @@ def join_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(join_rows, tensor, dim, rows)
     rows.check(tensor, dim, rows.own)
-    result: Tensor = _JoinDivided.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _JoinDivided.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -143,25 +160,25 @@ def to_rows(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
     return result
 
 
-def _own_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
-    own = tensor.narrow(dim, sum(counts[: axis.rank]), counts[axis.rank])
-    return own.clone(memory_format=torch.contiguous_format)
+def _own_rows(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+    own = division.take(tensor, dim, axis.rank)
+    return own.contiguous() if division.is_zigzag else own.clone(memory_format=torch.contiguous_format)
 
 
-def all_gather_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
-    """Return the rows of all ranks, which have `counts` of them; no autograd."""
+def all_gather_rows(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+    """Return the rows of all ranks in the order of their positions; no autograd."""
     parts = []
-    for count in counts:
+    for count in division.counts:
         shape = list(tensor.shape)
         shape[dim] = count
         parts.append(tensor.new_empty(shape))
     if is_fake(tensor):
-        return torch.cat(parts, dim)
-    if len(set(counts)) == 1:
+        return division.join(parts, dim)
+    if len(set(division.counts)) == 1:
         dist.all_gather(parts, tensor.contiguous(), group=axis.group)
     else:
         exchange_messages(parts, [tensor.contiguous()] * axis.size, axis)
-    return torch.cat(parts, dim)
+    return division.join(parts, dim)
 
 
 def _exchange_to_heads(tensor: Tensor, dim: int, split: Split, counts: tuple[int, ...], axis: Axis) -> Tensor:
@@ -196,9 +213,9 @@ def exchange_messages(received: list[Tensor], sent: list[Tensor], axis: Axis) ->
 
 class _DivideRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
-        ctx.given = dim, counts, axis
-        return _own_rows(tensor, dim, counts, axis)
+    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        ctx.given = dim, division, axis
+        return _own_rows(tensor, dim, division, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -208,9 +225,9 @@ class _DivideRows(torch.autograd.Function):
 
 class _JoinDivided(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
-        ctx.given = dim, counts, axis
-        return all_gather_rows(tensor, dim, counts, axis)
+    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        ctx.given = dim, division, axis
+        return all_gather_rows(tensor, dim, division, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -7,9 +7,12 @@ With `cp_by = "gather"` these are gathered; with `"ring"` they go round (`ring.p
 | `gather_keys` | all-gather | each rank's rows of the sum over the ranks |
 
 A rank has the rows of the queries, and of the mask, that belong to its positions. Dubey et al. 2024, "The
-Llama 3 Herd of Models", section 3.3.2. With K the bytes of the keys of one block and n the ranks, a rank
-sends (n-1)/n x 2K bytes per attention and pass by gather, in one message: keys and values travel together.
-All ranks of the axis must call these functions in the same order.
+Llama 3 Herd of Models", section 3.3.2. In zigzag, a rank has two chunks of positions. In a causal call it
+attends with each to the keys up to the chunk's end alone.
+
+With K the bytes of the keys of one block and n the ranks, a rank sends (n-1)/n x 2K bytes per attention and
+pass by gather, in one message: keys and values travel together. All ranks of the axis must call these
+functions in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +26,23 @@ from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows, all_gather_rows, exchange_messages
 from paceline.parallel.context.ring import RingCall, attend_in_ring
 from paceline.parallel.dropout.replacements import draw_factors
 from paceline.parallel.tensor.calls import Change
 from paceline.parallel.tensor.collectives import refuse_graph, show
+from paceline.torch_seams.operators import flash_shares_heads
 
 # The dimension of the positions in queries, keys, values and masks.
 POSITIONS = -2
+# The dimension of the heads in queries, keys and values of a batch.
+_HEADS = -3
+# torch's flash kernel on CPU sums over blocks of 512 keys (FlashAttentionKernel.cpp). A row whose last blocks
+# are hidden has the same bits without these blocks; cut anywhere else, it has not.
+_KEYS_PER_BLOCK = 512
+# On CPU, rows of a product have the bits of one process in groups of 4 (docs/context.md).
+_ROWS_TOGETHER = 4
 
 
 class AttentionCall(NamedTuple):
@@ -61,6 +73,8 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gat
         by: `"gather"` or `"ring"`.
     """
 
+    shares_heads = flash_shares_heads()
+
     def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         call = AttentionCall(*args, **kwargs)
         rows.check(call.query, POSITIONS, rows.own)
@@ -70,11 +84,55 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gat
         if gathers:
             key, value = _gather_both(key, value, rows)
         mask = cut_mask(call.attn_mask, rows)
-        if call.is_causal or (is_causal and mask is None and rows.own == 1):
-            mask = _make_causal(rows, key.shape[POSITIONS], key.device)
-        return call._replace(key=key, value=value, attn_mask=mask, is_causal=False).run(run)
+        call = call._replace(key=key, value=value)
+        if not call.is_causal and not (is_causal and mask is None and rows.own == 1):
+            return call._replace(attn_mask=mask).run(run)
+        if gathers and _can_skip_keys(call, rows, shares_heads=shares_heads):
+            return _attend_by_chunks(call, rows, run)
+        positions = rows.division.list_positions(rows.axis.rank, key.device)
+        mask = _make_causal(positions, key.shape[POSITIONS])
+        return call._replace(attn_mask=mask, is_causal=False).run(run)
 
     return attend
+
+
+def _can_skip_keys(call: AttentionCall, rows: Rows, *, shares_heads: bool) -> bool:
+    """Return whether a causal call is computed by chunks: if that skips keys and changes no bit.
+
+    With dropout, all weights are drawn at once. Where torch's flash kernel does not run on CPU, the bits
+    depend on the number of keys.
+    """
+    if not rows.division.is_zigzag or call.dropout_p or _find_end(rows, 0) == rows.whole:
+        return False
+    query, key, value = call[:3]
+    if query.device.type != "cpu":
+        return True
+    is_flash = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    is_flash = is_flash and (shares_heads or query.shape[_HEADS] == key.shape[_HEADS])
+    return is_flash and rows.own // 2 % _ROWS_TOGETHER == 0
+
+
+def _find_end(rows: Rows, chunk: int) -> int:
+    """Return how many keys a chunk of this rank needs: those up to its end, in whole blocks."""
+    first, number = rows.division.list_runs(rows.axis.rank)[chunk]
+    return min(rows.whole, -(-(first + number) // _KEYS_PER_BLOCK) * _KEYS_PER_BLOCK)
+
+
+def _attend_by_chunks(call: AttentionCall, rows: Rows, run: Callable[..., Any]) -> Tensor:
+    """Attend with each of this rank's chunks to the keys up to its end."""
+    parts = []
+    runs, queries = rows.division.list_runs(rows.axis.rank), call.query.chunk(2, POSITIONS)
+    for chunk, (query, (first, size)) in enumerate(zip(queries, runs, strict=True)):
+        end = _find_end(rows, chunk)
+        mask = _make_causal(torch.arange(first, first + size, device=query.device), end)
+        key, value = (keys.narrow(POSITIONS, 0, end) for keys in (call.key, call.value))
+        seen = call._replace(query=query, key=key, value=value, attn_mask=mask, is_causal=False)
+        parts.append(seen.run(run))
+    # Positions may come before heads in memory, and code may rely on it (`transpose(1, 2).view(..)`).
+    if parts[0].stride(POSITIONS) > parts[0].stride(_HEADS):
+        parts = [part.transpose(_HEADS, POSITIONS) for part in parts]
+        return torch.cat(parts, _HEADS).transpose(_HEADS, POSITIONS)
+    return torch.cat(parts, POSITIONS)
 
 
 def _attend_in_turns(call: AttentionCall, rows: Rows, *, is_causal: bool) -> Tensor:
@@ -120,13 +178,13 @@ def cut_mask(mask: Tensor | None, rows: Rows) -> Tensor | None:
     if mask is None or mask.dim() < 2 or mask.shape[POSITIONS] == 1:
         return mask
     rows.check(mask, POSITIONS, rows.whole)
-    return mask.narrow(POSITIONS, rows.start, rows.own)
+    return rows.take(mask, mask.dim() + POSITIONS)
 
 
 def cut_entering(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor that a block gets besides the stream: positions."""
     rows.check(tensor, dim, rows.whole)
-    return tensor.narrow(dim, rows.start, rows.own)
+    return rows.take(tensor, dim)
 
 
 def gather_keys(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
@@ -140,7 +198,7 @@ def gather_keys(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(gather_keys, tensor, dim, rows)
     rows.check(tensor, dim, rows.own)
-    result: Tensor = _GatherKeys.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherKeys.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -151,16 +209,15 @@ def _gather_both(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor
     return keys.contiguous(), values.contiguous()
 
 
-def _make_causal(rows: Rows, num_keys: int, device: torch.device) -> Tensor:
-    """Return this rank's rows of the causal mask [positions, keys]; positions count in the whole sequence."""
-    own = torch.arange(rows.start, rows.start + rows.own, device=device)
-    return own[:, None] >= torch.arange(num_keys, device=device)
+def _make_causal(positions: Tensor, num_keys: int) -> Tensor:
+    """Return rows of the causal mask [positions, keys]; positions count in the whole sequence."""
+    return positions[:, None] >= torch.arange(num_keys, device=positions.device)
 
 
-def _add_up_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
+def _add_up_rows(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
     """Return this rank's rows of the sum of all ranks' tensors, added in the order of the ranks."""
-    sent = [part.contiguous() for part in torch.split(tensor, list(counts), dim)]
-    received = [torch.empty_like(sent[axis.rank]) for _ in counts]
+    sent = [division.take(tensor, dim, rank).contiguous() for rank in range(axis.size)]
+    received = [torch.empty_like(sent[axis.rank]) for _ in sent]
     exchange_messages(received, sent, axis)
     total = received[0]
     for part in received[1:]:
@@ -170,9 +227,9 @@ def _add_up_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) 
 
 class _GatherKeys(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
-        ctx.given = dim, counts, axis
-        return all_gather_rows(tensor, dim, counts, axis)
+    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        ctx.given = dim, division, axis
+        return all_gather_rows(tensor, dim, division, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

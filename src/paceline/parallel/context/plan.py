@@ -156,10 +156,16 @@ class ContextPlan:
     partial: set[str] = field(default_factory=set)
     draws: dict[str, tuple[int, int | Split]] = field(default_factory=dict)
 
+    def is_causal(self, stretch: int) -> bool:
+        """Return whether a stretch has a causal attention by rows, whose work zigzag balances."""
+        return any(call.is_causal and call.gathers for call in self.attending if call.stretch == stretch)
+
     def describe(self) -> str:
         """Return the plan as text: a line per stretch, then one per kind of module."""
         lines = [f"cp={self.num_ranks}: sequences are divided over {self.num_ranks} ranks"]
-        lines += [f"  rows: from {stretch.first} to {stretch.last}" for stretch in self.stretches]
+        for index, stretch in enumerate(self.stretches):
+            way = ", in zigzag" if self.is_causal(index) else ""
+            lines.append(f"  rows{way}: from {stretch.first} to {stretch.last}")
         counted: dict[str, int] = defaultdict(int)
         words = {
             "to_heads": "rows to heads, after",

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.parallel.context.division import count_rows
 from paceline.parallel.context.errors import cannot_divide_error, name_line
-from paceline.parallel.context.exchange import count_rows
 from paceline.parallel.context.gather import POSITIONS, AttentionCall
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import SizeChange

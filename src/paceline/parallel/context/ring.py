@@ -6,6 +6,15 @@ logarithm of the sum of exponentials, which makes their softmax that of all keys
 Attention with Blockwise Transformers for Near-Infinite Context", section 3; Milakov and Gimelshein 2018). A
 merged sum has another order than one process's, so the forward is equal within rounding.
 
+Rows are in zigzag if an attention of the stretch is causal (`division.py`). Then a causal call meets half of
+the pairs of queries and keys in each turn, on every rank:
+
+| keys of                   | queries            | keys               |
+|---------------------------|--------------------|--------------------|
+| this rank                 | all, causal        | all                |
+| a lower rank              | all                | of its first chunk |
+| a higher rank             | of the last chunk  | all                |
+
 In backward, keys and values go round again. The gradients of a rank's keys and values go round behind them,
 from the rank after it, which adds first, to the rank itself, which adds last.
 
@@ -27,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout.values import repeat_heads
 from paceline.parallel.tensor.collectives import refuse_graph, show
@@ -60,12 +70,15 @@ class _Turn:
     """The result that a rank computes with the keys of one rank.
 
     Attributes:
-        mask: added to the scores; `None` for none.
-        factors: as in `RingCall`, for these keys.
+        queries, keys: the rows that meet; others are hidden from each other.
+        mask: added to the scores of these; `None` for none.
+        factors: as in `RingCall`, for these.
         is_causal: whether queries and keys have the same positions, and none attends to later ones.
         scale: of the scores.
     """
 
+    queries: slice
+    keys: slice
     mask: Tensor | None
     factors: Tensor | None
     is_causal: bool
@@ -85,31 +98,31 @@ def attend_in_ring(query: Tensor, key: Tensor, value: Tensor, call: RingCall) ->
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RingCall) -> Tensor:
-        axis, counts = call.rows.axis, call.rows.counts
+        axis, division = call.rows.axis, call.rows.division
         out, sums = None, None
         passing, width = torch.cat([key, value], -1).contiguous(), key.shape[-1]
         for turn in range(axis.size):
             source = (axis.rank - turn) % axis.size
             sending = _Sending()
             if turn + 1 < axis.size:
-                sending = _pass_on(passing, counts[(source - 1) % axis.size], call.rows)
-            if not (call.is_causal and source > axis.rank):
-                given = _take_turn(call, counts, source, query)
-                keys, values = _unpack(passing, width, query, call.enable_gqa)
-                part, part_sums = _compute(query, keys, values, given)
-                out, sums = _merge(out, sums, part, part_sums)
+                sending = _pass_on(passing, division.counts[(source - 1) % axis.size], call.rows)
+            given = _take_turn(call, division, source, query)
+            if given is not None:
+                keys, values = _unpack(passing[..., given.keys, :], width, query, call.enable_gqa)
+                part, part_sums = _compute(query[..., given.queries, :], keys, values, given)
+                out, sums = _add_turn(out, sums, part, part_sums, given.queries)
             passing = sending.finish()
         assert out is not None and sums is not None  # noqa: PT018
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
-        ctx.call, ctx.counts = call, counts
+        ctx.call, ctx.division = call, division
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_graph()
         query, key, value, out, sums = ctx.saved_tensors
-        call, counts, axis = ctx.call, ctx.counts, ctx.call.rows.axis
+        call, division, axis = ctx.call, ctx.division, ctx.call.rows.axis
         # A row that attends to nothing has no gradient: exp(score - inf) is 0.
         sums = sums.masked_fill(sums == -math.inf, math.inf)
         passing, width = torch.cat([key, value], -1).contiguous(), key.shape[-1]
@@ -121,37 +134,53 @@ class _Ring(torch.autograd.Function):
             source = (axis.rank - turn) % axis.size
             sending = _Sending()
             if turn + 1 < axis.size:
-                sending = _pass_on(passing, counts[(source - 1) % axis.size], call.rows)
+                sending = _pass_on(passing, division.counts[(source - 1) % axis.size], call.rows)
             found = torch.zeros_like(passing)
-            if not (call.is_causal and source > axis.rank):
-                given = _take_turn(call, counts, source, query)
-                keys, values = _unpack(passing, width, query, call.enable_gqa)
-                of_query, of_key, of_value = _propagate(grad, query, keys, values, out, sums, given)
-                total += of_query
-                found = torch.cat([_share(of_key, key), _share(of_value, value)], -1)
+            given = _take_turn(call, division, source, query)
+            if given is not None:
+                keys, values = _unpack(passing[..., given.keys, :], width, query, call.enable_gqa)
+                g, q, o = (tensor[..., given.queries, :] for tensor in (grad, query, out))
+                row_sums = sums[..., given.queries]
+                of_query, of_key, of_value = _propagate(g, q, keys, values, o, row_sums, given)
+                total[..., given.queries, :] += of_query
+                found[..., given.keys, :] = torch.cat([_share(of_key, key), _share(of_value, value)], -1)
             if turn == 0:
                 own = found
             else:
                 added = arriving.finish() if turn > 1 else None
                 found = found if added is None else added + found
-                arriving = _pass_on(found, counts[(source - 1) % axis.size], call.rows)
+                arriving = _pass_on(found, division.counts[(source - 1) % axis.size], call.rows)
             passing = sending.finish()
         own = arriving.finish() + own if axis.size > 1 else own
         return total.to(query.dtype), own[..., :width], own[..., width:], None
 
 
-def _take_turn(call: RingCall, counts: tuple[int, ...], source: int, query: Tensor) -> _Turn:
-    """Return what applies to the keys of one rank."""
-    first, last = sum(counts[:source]), sum(counts[: source + 1])
+def _take_turn(call: RingCall, division: Division, source: int, query: Tensor) -> _Turn | None:
+    """Return what applies to the keys of one rank; `None` if all are hidden from this rank's queries."""
+    rank, everything = call.rows.axis.rank, slice(None)
+    queries, keys = everything, everything
+    if call.is_causal and source != rank:
+        if division.is_zigzag:
+            half = division.counts[rank] // 2
+            queries, keys = (everything, slice(half)) if source < rank else (slice(half, None), everything)
+        elif source > rank:
+            return None
     mask = call.mask
     if mask is not None:
-        # One column stands for all.
-        mask = mask.expand(*mask.shape[:-1], last - first) if mask.shape[-1] == 1 else mask[..., first:last]
+        # One column stands for all, and so does one row.
+        if mask.shape[-1] == 1:
+            mask = mask.expand(*mask.shape[:-1], division.counts[source])
+        else:
+            mask = division.take(mask, mask.dim() - 1, source)
+        mask = mask[..., keys]
+        if mask.dim() > 1 and mask.shape[-2] > 1:
+            mask = mask[..., queries, :]
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
-    factors = None if call.factors is None else call.factors[..., first:last]
-    is_same = call.is_causal and source == call.rows.axis.rank
-    return _Turn(mask, factors, is_same, call.scale)
+    factors = call.factors
+    if factors is not None:
+        factors = division.take(factors, factors.dim() - 1, source)[..., queries, keys]
+    return _Turn(queries, keys, mask, factors, call.is_causal and source == rank, call.scale)
 
 
 def _unpack(packed: Tensor, width: int, query: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
@@ -175,6 +204,18 @@ def _merge(out: Tensor | None, sums: Tensor | None, part: Tensor, part_sums: Ten
     finite = both.masked_fill(both == -math.inf, 0.0)
     out = out * (sums - finite).exp().unsqueeze(-1) + part * (part_sums - finite).exp().unsqueeze(-1)
     return out, both
+
+
+def _add_turn(
+    out: Tensor | None, sums: Tensor | None, part: Tensor, part_sums: Tensor, queries: slice
+) -> tuple[Tensor, Tensor]:
+    """Merge what a turn has computed for some queries; the first turn computes it for all."""
+    if out is None or sums is None or queries == slice(None):
+        return _merge(out, sums, part, part_sums)
+    merged, merged_sums = _merge(out[..., queries, :], sums[..., queries], part, part_sums)
+    out[..., queries, :] = merged
+    sums[..., queries] = merged_sums
+    return out, sums
 
 
 # ---- one turn: the results, and per query the logarithm of the sum of exponentials of its scores

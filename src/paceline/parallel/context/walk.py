@@ -1,6 +1,6 @@
 """Decides where the sequence of a model is divided over cp, from one trial forward.
 
-A run of blocks (a stretch) passes on rows: consecutive positions of every sequence. Outside of attention, an
+A run of blocks (a stretch) passes on rows: some positions of every sequence. Outside of attention, an
 operation must treat every position by itself. Attention needs all positions, and works head by head: there
 rows are exchanged for heads, at the outputs of the projections (`to_heads`), and back at the input of the
 output projection (`to_rows`). In between, any code runs on whole sequences with fewer heads: masks,

@@ -42,19 +42,21 @@ class Cut:
         outer: how often the divided part repeats.
         num_parts: number of parts.
         part: number of this rank's part.
-        rows: of parts of unequal length, the first position of this rank's part and the length of the whole;
-            `num_parts` and `part` are then not used.
+        runs: of positions that are divided otherwise, this rank's runs of consecutive ones, each as its first
+            position and its length; `outer`, `num_parts` and `part` are then not used.
+        length: of the whole dimension, with `runs`.
     """
 
     dim: int
     outer: int
     num_parts: int
     part: int
-    rows: tuple[int, int] | None = None
+    runs: tuple[tuple[int, int], ...] | None = None
+    length: int = 0
 
     def whole(self, length: int) -> int:
         """Return the length of the whole dimension, from that of this rank's part."""
-        return length * self.num_parts if self.rows is None else self.rows[1]
+        return length * self.num_parts if self.runs is None else self.length
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,8 @@ def _number_dim(length: int, cut: Cut | None) -> tuple[Tensor, int]:
     if cut is None:
         return torch.arange(length), length
     whole = cut.whole(length)
-    if cut.rows is not None:
-        return torch.arange(cut.rows[0], cut.rows[0] + length), whole
+    if cut.runs is not None:
+        return torch.cat([torch.arange(first, first + number) for first, number in cut.runs]), whole
     assert length % cut.outer == 0, (length, cut)
     return torch.arange(whole).view(cut.outer, cut.num_parts, -1)[:, cut.part].flatten(), whole
 

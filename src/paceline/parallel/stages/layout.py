@@ -210,8 +210,8 @@ class Stages:
         if found is None:
             self._names = {id(p): name for name, p in self._model.named_parameters()}
             record = record_forward(self._model, self._blocks, run, self._device)
-            counts = tuple(rows.counts for rows in self._rows)
-            found = StageCut(record, (*self._starts[:-1], record.num_segments), counts)
+            divisions = tuple(rows.division for rows in self._rows)
+            found = StageCut(record, (*self._starts[:-1], record.num_segments), divisions)
             if record.num_segments != self._starts[-1]:
                 raise _segments_error(record.num_segments - 1, self._starts[-1] - 1)
             found.check_writes()
@@ -256,8 +256,8 @@ class Stages:
         The forward that enters a stretch of blocks divides it. A later stage does not run that part, and
         other microbatches, whose sequences may have other lengths, have run since.
         """
-        for rows, counts in zip(self._rows, cut.row_counts, strict=True):
-            rows.counts = counts
+        for rows, division in zip(self._rows, cut.divisions, strict=True):
+            rows.division = division
 
     def list_summed(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters whose gradients are added up on a stage: those it uses first.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paceline.errors import PacelineError
+from paceline.parallel.context.division import Division
 from paceline.parallel.stages.record import ForwardRecord, LearnedTensor
 
 
@@ -17,12 +18,12 @@ class StageCut:
     Attributes:
         record: of one forward.
         starts: the first segment of every stage, and one more for the end.
-        row_counts: by stretch of blocks that cp divides, the positions of each of its ranks.
+        divisions: by stretch of blocks that cp divides, the positions of each of its ranks.
     """
 
     record: ForwardRecord
     starts: tuple[int, ...]
-    row_counts: tuple[tuple[int, ...], ...] = ()
+    divisions: tuple[Division, ...] = ()
 
     @property
     def num_stages(self) -> int:
