@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from paceline.errors import PacelineError
 from paceline.launching.members.membership import Membership
@@ -173,6 +173,7 @@ class Launcher:
         self.is_alive, self.is_stopped = True, False
         self.trains: NodeWorld | None = None
         self.has_ended = False
+        self.num_ticks = 0
         self.losses: list[str] = []
         self.errors: list[PacelineError] = []
         self.evidence = ""  # for which it was put out
@@ -222,7 +223,7 @@ class Launcher:
 
     def want_round(self) -> None:
         """Its agent waits for a round."""
-        self.trains = None
+        self.trains, self.inner.rests_until_s = None, float("-inf")
         port = next(self.simulation.stores)
         self.inner.want_round({"store_port": port, "master_port": port}, self.simulation.now)
 
@@ -235,7 +236,8 @@ class Launcher:
 
     def _tick(self) -> None:
         if self.is_alive:
-            if not self.is_stopped:
+            if not self.is_stopped and self.simulation.now >= self.inner.rests_until_s:
+                self.num_ticks += 1
                 self.inner.tick(self.simulation.now)
             self.simulation.at(_TICK_S, self._tick)
 
@@ -293,6 +295,10 @@ class Launcher:
         if link in self._links:
             other, theirs = self._links[link]
             self._carry(other, theirs, lambda: other.inner.received(theirs, message, self.simulation.now))
+
+    def send_all(self, links: Iterable[int], message: Message) -> None:
+        for link in links:
+            self.send(link, message)
 
     def close(self, link: int) -> None:
         self._part(link)

@@ -42,6 +42,33 @@ def test_a_node_that_falls_silent_is_lost_after_three_seconds(machine: int) -> N
     assert job.launchers[machine].trains is None, "the node that is cut off does not train"
 
 
+def test_while_nothing_changes_only_the_leader_wakes_by_itself() -> None:
+    job = start(3, 1)
+    job.run(5)
+    launchers = job.launchers.values()
+    ticks = {each.machine: each.num_ticks for each in launchers}
+    beats = {peer.member.name: peer.beats for peer in job.launchers[0].inner._peers.values()}
+    job.run(60)
+    ticks = {each.machine: each.num_ticks - ticks[each.machine] for each in launchers}
+    assert 100 <= ticks[0] <= 120, "one per beat, which are 0.5 s apart"
+    assert ticks[1] == ticks[2] == 0
+    after = {peer.member.name: peer.beats for peer in job.launchers[0].inner._peers.values()}
+    assert {name: after[name] - beats[name] for name in beats} == {"node1": ticks[0], "node2": ticks[0]}
+    assert [each.losses for each in launchers] == [[], [], []]
+
+
+def test_a_follower_that_hears_no_beat_beats_by_itself() -> None:
+    job = start(2, 1)
+    job.run(5)
+    leader, follower = job.launchers[0].inner, job.launchers[1].inner
+    before = follower._beats
+    leader._links.send_all = lambda links, message: None  # type: ignore[method-assign]
+    job.run(2.5)
+    assert leader._peers
+    assert follower.role == "following"
+    assert 3 <= follower._beats - before <= 4, "every 0.75 s"
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_of_two_nodes_the_other_one_goes_on_where_one_is_known_to_be_dead(machine: int) -> None:
     job = start(2, 1)

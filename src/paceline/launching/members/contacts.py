@@ -20,6 +20,9 @@ class MemberLinks(Protocol):
     def send(self, link: int, message: Message) -> None:
         """Send a message."""
 
+    def send_all(self, links: Iterable[int], message: Message) -> None:
+        """Send the same message on several links."""
+
     def close(self, link: int) -> None:
         """Close a link, after its messages."""
 

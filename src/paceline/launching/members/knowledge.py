@@ -39,6 +39,9 @@ _NEVER = float("-inf")
 class Knowledge:
     """The state of one launcher in its job.
 
+    Attributes:
+        rests_until_s: time of the next tick, unless there is news before; in the past: `Wire` decides.
+
     Args:
         me: this launcher.
         terms: settings that all nodes of the job share.
@@ -80,6 +83,7 @@ class Knowledge:
         self._offer: Message | None = None
         self._offered_s = self._began_s = self._arrived_s = self._beat_s = self._up_heard_s = now
         self._led_since_s = now
+        self.rests_until_s = _NEVER
         self._leader: Member | None = None
         self._up: int | None = None
         # Time of this launcher's last contact with its world; until then, the others cannot have gone on

@@ -20,7 +20,11 @@ With a witness (`witness.py`), each world is recorded there before it is committ
 the same world, the first to record wins. A part with a quorum records immediately. A part without one waits
 first, and must have a member of the last world: the ranks of that world cannot train without it.
 
+While nothing changes, the leader beats, and each follower answers at once. So a node wakes twice per second
+for this, and the answers reach the leader together. A follower that hears no beat beats on its own.
+
 This file does no input or output: `wire.py` carries its messages, and tests drive it with their own clock.
+`rounds.py` forms and ends the rounds.
 """
 
 from __future__ import annotations
@@ -30,19 +34,17 @@ from collections.abc import Collection
 from dataclasses import asdict
 
 from paceline.launching.members import reports
-from paceline.launching.members.choice import choose_peers, has_finished
 from paceline.launching.members.contacts import place_of
-from paceline.launching.members.knowledge import Knowledge
 from paceline.launching.members.records import (
     Address,
     Lost,
     Message,
     Peer,
-    Proposal,
     Terms,
     read_answer,
     read_pending,
 )
+from paceline.launching.members.rounds import Rounds
 from paceline.launching.members.witness import Entry
 from paceline.launching.members.world import (
     Member,
@@ -55,9 +57,11 @@ log = logging.getLogger(__name__)
 
 _NEVER = float("-inf")
 _CLOSED = "its connection was closed"
+# A follower that the leader's beat does not wake beats after this many times the leader's interval.
+_LATE_BEAT = 1.5
 
 
-class Membership(Knowledge):
+class Membership(Rounds):
     """One launcher as a member of its job: reacts to messages, timers and the witness."""
 
     # ---- called for the agent
@@ -104,6 +108,7 @@ class Membership(Knowledge):
 
     def opened(self, link: int, now: float) -> None:
         """Send the first message on a link that this launcher opened."""
+        self.rests_until_s = _NEVER
         if self._contacts.is_asked(link):
             self._links.send(link, {"kind": "ask", **self._describe()})
         elif link == self._up:
@@ -114,6 +119,8 @@ class Membership(Knowledge):
 
     def received(self, link: int, message: Message, now: float) -> None:
         """Handle a message; what is not a message of this job ends the link."""
+        if message.get("kind") != "beat":
+            self.rests_until_s = _NEVER
         try:
             if link == self._up:
                 self._up_heard_s = self._contact_s = now
@@ -129,6 +136,7 @@ class Membership(Knowledge):
 
     def ended(self, link: int, refused: bool, now: float) -> None:
         """Handle the end of a link; `refused` if no launcher listens at that port."""
+        self.rests_until_s = _NEVER
         place = self._contacts.finish(link)
         if place is not None:
             if refused:
@@ -140,8 +148,9 @@ class Membership(Knowledge):
 
     def tick(self, now: float) -> None:
         """Beat, find out who is lost, and take the next step to a round."""
+        self.rests_until_s = _NEVER
         self._listen_for_silence(now)
-        if now - self._beat_s >= self.waits.beat_s:
+        if now - self._beat_s >= self.waits.beat_s * (_LATE_BEAT if self.role == "following" else 1):
             self._beat(now)
         self._contacts.give_up_late(now)
         if self._is_closed:
@@ -157,6 +166,7 @@ class Membership(Knowledge):
             self._contacts.ask(self._known(), self.waits.beat_s, now, not_at=here)
             self._lead_on(now)
         self._give_up_late(now)
+        self._rest(now)
 
     # ---- what it learns of others
 
@@ -306,6 +316,9 @@ class Membership(Knowledge):
         elif kind == "beat":
             if message["is_running"]:
                 self._offered_s = now  # a spare waits for as long as the others train
+            self._beat(now)
+            if self.rests_until_s > now:
+                self._rest(now)
         elif kind == "over":
             self._is_over = True
             self._agent.over(message["reason"], lost=bool(message["lost"]))
@@ -352,12 +365,6 @@ class Membership(Knowledge):
         was_running, self._is_over = self._runs(self.me.key), True
         if was_running:
             self._agent.over(f"{leader} {'left' if left else 'is lost'}: {why}", lost=not left)
-
-    def _drop_leader(self) -> None:
-        if self._up is not None:
-            self._links.close(self._up)
-        self.role, self._up, self._leader = "seeking", None, None
-        self._contacts.answers.clear()
 
     # ---- leading
 
@@ -428,8 +435,7 @@ class Membership(Knowledge):
         why = self._evictions.refuse(member, ranks, world, self._present(), self.terms.least)
         if why is None:
             words = {"member": asdict(member), "ranks": sorted(ranks), "evidence": evidence}
-            for link in self._peers:
-                self._links.send(link, {"kind": "put out", **words})
+            self._links.send_all(self._peers, {"kind": "put out", **words})
             self._note_slow(member, ranks, evidence)
         return why
 
@@ -454,133 +460,32 @@ class Membership(Knowledge):
         if self._runs(peer.member.key) and not (peer.is_done or self._is_closed):
             self._end_round(f"{peer.member} {'left' if left else 'is lost'}: {why}", lost=not left)
 
-    def _withdraw(self) -> None:
-        """Withdraw the proposal. Only this launcher could commit it, so it has no effect."""
-        if self._proposal is not None:
-            self._pending.pop(self._proposal.ballot, None)
-            self._proposal = None
-
-    def _end_round(self, reason: str, *, lost: bool = False) -> None:
-        self._is_over = True
-        for link in self._peers:
-            self._links.send(link, {"kind": "over", "reason": reason, "lost": lost})
-        self._agent.over(reason, lost=lost)
-
-    def _step_down(self, reason: str, now: float) -> None:
-        self._seeks_until_s = now + self.waits.probe_s
-        for link in self._peers:
-            self._links.close(link)
-        self._withdraw()
-        self._peers = {}
-        # The ranks must not go on: another part of the world may already train without them.
-        was_running, self._is_over = self._runs(self.me.key), True
-        if was_running:
-            self._agent.over(reason, lost=True)
-        self._drop_leader()
-
-    def _lead_on(self, now: float) -> None:
-        """Form the next round if everything for it is there."""
-        if self._proposal is not None:
-            if not self._proposal.missing:
-                self._commit_proposal(self._proposal)
-            return
-        if not self._may_decide(self._present(), now):
-            # Others may form a world without this part. Followers get two beats to connect (again).
-            if self._weak_since_s is None:
-                self._weak_since_s = now
-            elif now - self._weak_since_s > 2 * self.waits.beat_s:
-                self._step_down("this node is cut off from the others", now)
-            return
-        self._weak_since_s, self._contact_s = None, now
-        here = [Peer(self.me, 0, now, self._offer, self._is_done), *self._peers.values()]
-        if self.world is not None and has_finished(self.world, here):
-            self._close(failed=False)
-        elif self.world is not None and not self._is_over:
-            self._let_in(self.world, now)
-        else:
-            self._propose(choose_peers(self.world, here, self.terms.most), now)
-
-    def _let_in(self, world: NodeWorld, now: float) -> None:
-        """End a round for newcomers if there is room; several that come together join at once."""
-        room = self.terms.most - len(world.members)
-        new = [p.member for p in self._peers.values() if p.offer is not None and world.find(p.member.key) < 0]
-        if new and room > 0 and now >= self._arrived_s + 2 * self.waits.beat_s:
-            names = ", ".join(map(str, new[:room]))
-            self._end_round(f"{names} {'joins' if len(new[:room]) == 1 else 'join'}")
-
-    def _propose(self, chosen: list[Peer] | None, now: float) -> None:
-        """Propose the next world, unless it is too early for it."""
-        if not chosen or len(chosen) < self.terms.least or now < self._not_before_s:
-            return
-        # A new leader gives the others of the last world the time to find it.
-        gone = self._present() | self._dead | self._lost.keys()
-        is_new = now < self._led_since_s + self.waits.probe_s
-        if is_new and self.world is not None and any(m.key not in gone for m in self.world.members):
-            return
-        is_first = self.world is None or self._is_noted()
-        if is_first and len(chosen) < self.terms.most:
-            # A launcher that starts a new job also waits, so that launchers that know of the job can ask it
-            # first.
-            last_call_s = self._arrived_s + self.waits.first_call_s
-            if now < max(last_call_s, self._began_s + 3 * self.waits.beat_s):
-                return
-        rounds = [world.round for world in [self.world, *self._pending.values()] if world is not None]
-        rounds.append(self._testimony.last_round)
-        offer = chosen[0].offer or {}
-        ports = int(offer["store_port"]), int(offer["master_port"])
-        world = NodeWorld(max(rounds, default=0) + 1, tuple(peer.member for peer in chosen), *ports)
-        self._ballot = max([self._ballot, *(number for number, _ in self._pending)]) + 1
-        ballot = self._ballot, self.me.key
-        self._pending = {b: w for b, w in self._pending.items() if b[1] != self.me.key} | {ballot: world}
-        self._proposal = Proposal(ballot, world)
-        # Who counts for the quorum accepts too, so that it does not also count for another leader's.
-        counts = {member.key for member in (*world.members, *self._known())}
-        for peer in self._peers.values():
-            if peer.member.key in counts:
-                self._proposal.missing.add(peer.member.key)
-                words = {"ballot": ballot[0], "world": world_to_json(world)}
-                self._links.send(peer.link, {"kind": "propose", **words})
-
-    def _commit_proposal(self, proposal: Proposal) -> None:
-        if not self._testimony.is_there:
-            self._conclude(proposal)
-        elif not proposal.is_recorded:
-            proposal.is_recorded = True
-            self._testimony.append(proposal.world)
-
-    def _conclude(self, proposal: Proposal) -> None:
-        self._proposal = None
-        for peer in self._peers.values():
-            if proposal.world.find(peer.member.key) >= 0:
-                peer.offer = None
-                self._links.send(peer.link, {"kind": "commit", "ballot": proposal.ballot[0]})
-            else:
-                self._links.send(peer.link, {"kind": "note", "world": world_to_json(proposal.world)})
-        self._commit(proposal.world)
-
     # ---- both
-
-    def _commit(self, world: NodeWorld) -> None:
-        self.world, self._pending, self._is_over = world, {}, False
-        if world.find(self.me.key) >= 0:
-            self._offer = None
-            self._agent.formed(world)
-
-    def _close(self, *, failed: bool) -> None:
-        if not self._is_closed:
-            for link in self._peers:
-                self._links.send(link, {"kind": "closed", "failed": failed})
-            if self.role == "leading" and self.world is not None:
-                self._testimony.append(self.world, is_final=True)
-            self._is_closed = True
-            self._agent.closed(failed=failed)
 
     def _beat(self, now: float) -> None:
         self._beat_s = now
         self._beats += 1
         is_running = self.world is not None and not self._is_over
-        for link in self._followed_links():
-            self._links.send(link, {"kind": "beat", "n": self._beats, "is_running": is_running})
+        beat = {"kind": "beat", "n": self._beats, "is_running": is_running}
+        self._links.send_all(self._followed_links(), beat)
+
+    def _rest(self, now: float) -> None:
+        """Note until when there is nothing to do if no news comes: while a round runs with all its nodes."""
+        if self.world is None or self._is_over or self._offer is not None:
+            return
+        if self.role == "following":
+            self.rests_until_s = min(
+                self._beat_s + _LATE_BEAT * self.waits.beat_s, self._up_heard_s + self.waits.detect_s
+            )
+        elif self.role == "leading" and self._is_whole(self.world):
+            heard_s = min((peer.heard_s for peer in self._peers.values()), default=now)
+            self.rests_until_s = min(self._beat_s + self.waits.beat_s, heard_s + self.waits.detect_s)
+
+    def _is_whole(self, world: NodeWorld) -> bool:
+        """Return whether all members of the running round are there, and nobody else can join it."""
+        present = self._present()
+        has_room = len(world.members) < self.terms.most and len(present) > len(world.members)
+        return not has_room and all(member.key in present for member in world.members)
 
     def _listen_for_silence(self, now: float) -> None:
         why = f"no beat for {self.waits.detect_s:g} s"

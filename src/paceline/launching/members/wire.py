@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +31,14 @@ _CHUNK_BYTES = 65536
 
 
 class Receiver(Protocol):
-    """The protocol that the thread drives; `now` is the monotonic clock of this machine."""
+    """The protocol that the thread drives; `now` is the monotonic clock of this machine.
+
+    Attributes:
+        rests_until_s: time of the next tick if no call is posted before; the receiver changes it with what
+            arrives, and in the past it means that ticks go on at the interval of `Wire`.
+    """
+
+    rests_until_s: float
 
     def opened(self, link: int, now: float) -> None:
         """Handle a dialled link that is open."""
@@ -112,6 +119,7 @@ class Wire:
         self._links: dict[int, _Link] = {}
         self._count = 0
         self._posted: deque[Callable[[], None]] = deque()
+        self._was_posted = False
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._ends_by_s: float | None = None
@@ -153,11 +161,20 @@ class Wire:
 
     def send(self, link: int, message: Message) -> None:
         """Send a message, as soon as the other end takes it."""
+        self._send(link, pack(message))
+
+    def send_all(self, links: Iterable[int], message: Message) -> None:
+        """Send the same message on several links."""
+        data = pack(message)
+        for link in links:
+            self._send(link, data)
+
+    def _send(self, link: int, data: bytes) -> None:
         state = self._links.get(link)
         if state is None or state.closes_by_s is not None:
             return
         is_waiting = bool(state.outgoing)
-        state.outgoing += pack(message)
+        state.outgoing += data
         if state.is_open and state.socket is not None and not is_waiting:
             # Usually the other end takes it at once. An error shows again when the link is written to.
             with suppress(OSError):
@@ -182,12 +199,16 @@ class Wire:
         ticks_s = time.monotonic()
         while self._ends_by_s is None or (self._pending() and time.monotonic() < self._ends_by_s):
             try:
-                for key, mask in self._selector.select(max(0.0, ticks_s - time.monotonic())):
+                due_s = ticks_s if self._was_posted else max(ticks_s, self._receiver.rests_until_s)
+                for key, mask in self._selector.select(max(0.0, due_s - time.monotonic())):
                     self._handle(key.data, mask)
                 while self._posted:
+                    self._was_posted = True
                     self._posted.popleft()()
-                if time.monotonic() >= ticks_s:
-                    self._receiver.tick(time.monotonic())
+                now = time.monotonic()
+                if now >= ticks_s and (self._was_posted or now >= self._receiver.rests_until_s):
+                    self._was_posted = False
+                    self._receiver.tick(now)
                     self._close_finished()
                     ticks_s = time.monotonic() + self._tick_s
             except Exception:
