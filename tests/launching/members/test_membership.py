@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.launching.members.world import Member, NodeWorld, Waits, has_quorum
+from tests.launching.members import simulated
 from tests.launching.members.simulated import Simulation
 
 
@@ -67,6 +68,21 @@ def test_a_follower_that_hears_no_beat_beats_by_itself() -> None:
     assert leader._peers
     assert follower.role == "following"
     assert 3 <= follower._beats - before <= 4, "every 0.75 s"
+
+
+@pytest.mark.parametrize("restart_s", [0.3, 3.0])
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_ranks_of_a_node_that_leaves_end_by_themselves(
+    machine: int, restart_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "_RESTART_S", restart_s)  # before and after the others have a leader
+    job = start(3, 1)
+    leaving = job.launchers[machine]
+    leaving.inner.leave()
+    job.run_until(lambda: job.trains_on(*({0, 1, 2} - {machine})), 5)
+    job.run(10)
+    assert leaving.losses == [], "they still save"
+    assert leaving.trains is not None
 
 
 @pytest.mark.parametrize("machine", [0, 1])

@@ -216,7 +216,7 @@ class Membership(Rounds):
         """Take over a committed world that is newer than the own one."""
         if world is None or (self.world is not None and world.round <= self.world.round):
             return
-        was_running = self._runs(self.me.key)
+        was_running = self._runs(self.me.key) and not self._has_left
         self._withdraw()
         self.world, self._is_over = world, True
         self._pending = {b: w for b, w in self._pending.items() if w.round > world.round}

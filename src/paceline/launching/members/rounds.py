@@ -114,8 +114,9 @@ class Rounds(Knowledge):
             self._links.close(link)
         self._withdraw()
         self._peers = {}
-        # The ranks must not go on: another part of the world may already train without them.
-        was_running, self._is_over = self._runs(self.me.key), True
+        # The ranks must not go on: another part of the world may already train without them. Those of a node
+        # that leaves save, and end by themselves.
+        was_running, self._is_over = self._runs(self.me.key) and not self._has_left, True
         if was_running:
             self._agent.over(reason, lost=True)
         self._drop_leader()
