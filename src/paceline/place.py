@@ -21,6 +21,7 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses the port by chance.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _GRACE = "PACELINE_GRACE_S"
+_GOES_ON = "PACELINE_GOES_ON"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,25 @@ def read_grace_s(environ: Mapping[str, str]) -> float | None:
     with suppress(KeyError, ValueError):
         return float(environ[_GRACE])
     return None
+
+
+def note_goes_on(environ: MutableMapping[str, str], leaves: str | os.PathLike[str]) -> None:
+    """Set the variable by which ranks know that their launcher starts them again when the nodes change.
+
+    Args:
+        environ: of the ranks.
+        leaves: a file that the launcher makes once it was asked to stop itself.
+    """
+    environ[_GOES_ON] = os.fspath(leaves)
+
+
+def read_goes_on(environ: Mapping[str, str]) -> bool | None:
+    """Return whether this node's launcher starts its ranks again after a stop signal.
+
+    It is False once the launcher was asked to stop, and `None` if it does not start ranks again at all.
+    """
+    path = environ.get(_GOES_ON)
+    return None if not path else not os.path.exists(path)
 
 
 def usable_cores() -> int:

@@ -176,7 +176,7 @@ class Stop:
         now = time.monotonic()
         if self._rounds.asked is None:
             self._asked_s = now
-            self._rounds.asked = self._hangup if number == signal.SIGHUP else number
+            self._rounds.ask(self._hangup if number == signal.SIGHUP else number)
         elif number == signal.SIGINT and now - self._asked_s > _SECOND_AFTER_S:
             self._is_urgent = True
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from paceline.errors import PacelineError
+from paceline.train.state.memory_saves import IMPOSSIBLE
 from paceline.train.state.transfer import gather
 from paceline.world import World
 
@@ -29,8 +30,6 @@ MAX_COST, MAX_MEMORY = 0.01, 0.25
 # Age of a run at its first state with "auto", and the first step after which its age is looked at.
 _FIRST_S = 60.0
 _FIRST_LOOK = 4
-# The reason why states are impossible, the same on all ranks.
-_IMPOSSIBLE = ("PL561", "PL562")
 
 
 class KeepState(Protocol):
@@ -92,7 +91,7 @@ class MemoryStates:
         try:
             self._keep(MAX_COST, MAX_MEMORY)
         except PacelineError as error:
-            if error.code not in _IMPOSSIBLE:
+            if error.code not in IMPOSSIBLE:
                 raise
             self._is_on = False
             if self._world.is_main:

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,12 @@ class Saving:
         identity: dict[str, Any],
         rows: dict[str, tuple[int, str]],
         max_memory: float,
+        leaving: Collection[int] = (),
     ) -> None:
         """Keep a state in memory; see `MemorySaves.save`."""
         begin_s = time.perf_counter()
         try:
-            self.memory.save(folder, step, state, identity, rows, max_memory)
+            self.memory.save(folder, step, state, identity, rows, max_memory, leaving)
         finally:
             self.memory.interval.add_stall(time.perf_counter() - begin_s)
             self._add_stall(begin_s)
@@ -267,7 +268,7 @@ class Saving:
         """Wait for the writer to finish; only `start` may be called afterwards."""
         handle = self._pending
         if handle is not None and self._is_writing:
-            self._receive(_CLOSING_S)
+            self._receive(0.0 if self.memory.outlives else _CLOSING_S)
             handle.outcome = self._outcome
             if self._outcome is not None and self._outcome.error is None:
                 handle.on_commit(handle.step)

@@ -498,9 +498,7 @@ class Trainer(TrainedModels):
         started_s = time.perf_counter()
         with preserved_generators(self.world.device), self._memory.explained(None):
             result = evaluate(
-                self.model,
-                self._updates["model"].runner,
-                loader,
+                *(self.model, self._updates["model"].runner, loader),
                 forward=self._forward,
                 loss=self._loss,  # type: ignore[arg-type]
                 metrics=dict(metrics or {}),
@@ -551,7 +549,11 @@ class Trainer(TrainedModels):
         self._requests.install()
         if not self._stop_signum:
             return
-        saved = str(self.save(wait=True)) if self.run_folder is not None else None
+        saved = None
+        if self.run_folder is not None:
+            refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+            self._records.flush()
+            saved = self._saver.save_last(self._describe_progress(), self._requests)
         signum, self._stop_signum = self._stop_signum, 0
         raise Stopped(signum, self.step_number, saved)
 

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -178,6 +178,18 @@ def choose_partners(nodes: Sequence[int], domains: Sequence[str]) -> list[int | 
         for local_rank, rank in enumerate(members[node]):
             partners[rank] = targets[local_rank % len(targets)]
     return partners
+
+
+def choose_refuges(nodes: Sequence[int], leaving: Collection[int]) -> list[int | None]:
+    """Return, for each rank of a node that leaves, a rank on a node that stays; `None` for the others.
+
+    Args:
+        nodes: by rank the number of its node.
+        leaving: numbers of nodes.
+    """
+    staying = [rank for rank, node in enumerate(nodes) if node not in leaving]
+    places = iter(range(len(nodes)))
+    return [staying[next(places) % len(staying)] if node in leaving else None for node in nodes]
 
 
 def _reserve(fd: int, num_bytes: int) -> str:

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,12 @@ from typing import Any
 from paceline.checkpoint.memory.free_memory import read_free_memory
 from paceline.checkpoint.memory.held_states import HeldShare
 from paceline.checkpoint.memory.keeper import KeeperProcess
-from paceline.checkpoint.memory.sending import SECRET_LENGTH, CopyTarget, choose_partners
+from paceline.checkpoint.memory.sending import (
+    SECRET_LENGTH,
+    CopyTarget,
+    choose_partners,
+    choose_refuges,
+)
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, lay_out, measure
@@ -42,6 +47,8 @@ log = logging.getLogger(__name__)
 _NUM_SLOTS = 2
 # Shares that the keeper may still have to check while the next one is copied, if it need not send them.
 _MAX_BEHIND = 1
+# The reasons why states cannot be kept, the same on all ranks.
+IMPOSSIBLE = ("PL561", "PL562")
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class MemorySaves:
 
     Attributes:
         interval: between states, if it follows from their cost.
+        outlives: whether the last state is held for the next start, although no error ends this one.
     """
 
     def __init__(self, world: World) -> None:
@@ -97,6 +105,7 @@ class MemorySaves:
         self._num_behind = 0
         self._has_failed = False
         self._copied_bytes = 0
+        self.outlives = False
         self._state_copy: StateCopy | None = None
 
     def save(
@@ -107,6 +116,7 @@ class MemorySaves:
         identity: dict[str, Any],
         rows: dict[str, tuple[int, str]],
         max_memory: float = 1.0,
+        leaving: Collection[int] = (),
     ) -> None:
         """Copy this rank's share into memory while training goes on; collective.
 
@@ -117,13 +127,14 @@ class MemorySaves:
             identity: for the manifest.
             rows: of rank 0, rows of metrics that not all disks have.
             max_memory: share of a node's free memory that states may take.
+            leaving: numbers of nodes that leave after this state; only their ranks send copies.
 
         Raises:
             PacelineError: PL561 where memory cannot be kept, PL562 if there is too little; PL507 and PL525 as
                 for a checkpoint. No memory is held after it.
         """
         try:
-            self._save(folder, step, state, identity, rows, max_memory)
+            self._save(folder, step, state, identity, rows, max_memory, leaving)
         except PacelineError:
             self.close()
             raise
@@ -136,6 +147,7 @@ class MemorySaves:
         identity: dict[str, Any],
         rows: dict[str, tuple[int, str]],
         max_memory: float,
+        leaving: Collection[int],
     ) -> None:
         world = self._world
         plans: list[FilePlan] = []
@@ -150,6 +162,8 @@ class MemorySaves:
             num_bytes = measure(plans)
             wanted = sum(num_bytes for slot in self._slots if slot.num_bytes < num_bytes)
         sent = _NUM_SLOTS * num_bytes if num_bytes > self._copied_bytes and self._address else 0
+        if world.node_rank in leaving:
+            sent = num_bytes  # the node that gets it may not have held copies of this rank before
         own = _MemoryEntry(
             error=raised.error,
             digest=digest,
@@ -166,7 +180,12 @@ class MemorySaves:
         )
         entries = gather(world, own)
         agree([(entry.error, entry.digest) for entry in entries])
-        partners = choose_partners([entry.node for entry in entries], [entry.domain for entry in entries])
+        nodes = [entry.node for entry in entries]
+        partners = (
+            choose_refuges(nodes, leaving)
+            if leaving
+            else choose_partners(nodes, [entry.domain for entry in entries])
+        )
         _check_free(entries, partners, max_memory)
         with caught() as raised:
             self._reserve(plans)
@@ -192,6 +211,28 @@ class MemorySaves:
         if self._world.is_main and (text := self.interval.describe_change()):
             log.info(text)
 
+    def hold(self, timeout_s: float) -> str:
+        """Wait until the last state is held, here and on the other node; its keepers outlive these ranks.
+
+        Collective.
+
+        Args:
+            timeout_s: longest wait.
+
+        Returns:
+            Why the state is not held, the same on all ranks, or "".
+        """
+        if self._state_copy is not None:
+            self._state_copy.join()
+            self._state_copy = None
+        self._receive(self._num_behind, timeout_s)
+        problem = "its copy took too long" if self._num_behind else ""
+        problem = "its share was not copied" if self._has_failed else problem
+        problems = gather(self._world, problem)
+        found = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
+        self.outlives = not found
+        return found
+
     @property
     def is_copying(self) -> bool:
         """Whether a copy may be under way."""
@@ -211,12 +252,12 @@ class MemorySaves:
         self.interval.end_step(is_busy=self._state_copy is not None or self._num_behind > 0)
 
     def close(self) -> None:
-        """End the keeper and free its memory; after an error, it keeps the states for the next start."""
+        """End the keeper and free its memory; after an error or `hold`, it serves the next start."""
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
         if self._keeper is not None:
-            if self._world.has_failed:
+            if self._world.has_failed or self.outlives:
                 self._keeper.leave_behind()
             else:
                 self._keeper.close()
@@ -225,6 +266,7 @@ class MemorySaves:
             slot.close()
         self._slots, self._last_slot, self._num_behind = [], _NUM_SLOTS - 1, 0
         self._address, self._has_failed, self._copied_bytes = None, False, 0
+        self.outlives = False
         self.interval = MemoryInterval()
 
     def _start(self, folder: Path) -> None:
