@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.recipe.algorithm import AlgorithmSection
 
 
 def add_algorithm_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,13 @@ def list_algorithm_settings(algorithms: Sequence[str], links: str | None) -> lis
             raise _unknown_error(given, operation, name, known, list(fields))
         settings.append(f"algorithm.{operation}={json.dumps(name)}")
     return settings + ([] if links is None else [f"algorithm.links={json.dumps(links)}"])
+
+
+def show_choices(section: AlgorithmSection) -> None:
+    """Show on rank 0's terminal, once, how algorithms are chosen, if the recipe or a flag concerns them."""
+    if section != type(section)():
+        for name in ("paceline.train.algorithms", "paceline.comm.algorithms"):
+            logging.getLogger(name).setLevel(logging.INFO)
 
 
 def check_links_file(links: str | None) -> None:

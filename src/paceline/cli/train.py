@@ -11,7 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.algorithms import add_algorithm_flags, check_links_file, list_algorithm_settings
+from paceline.cli.algorithms import (
+    add_algorithm_flags,
+    check_links_file,
+    list_algorithm_settings,
+    show_choices,
+)
 from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.profiling import (
     add_profile_flags,
@@ -167,6 +172,7 @@ def train_on_rank(
         num_ranks=num_ranks,
     ) as world:
         log_to_stderr(world)
+        show_choices(recipe.algorithm)
         progress = ProgressPrinter() if shows_progress and world.is_main else None
         try:
             summary = train_recipe(
