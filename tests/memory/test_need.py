@@ -33,14 +33,14 @@ class Recomputed(Net):
         return self.head(x)
 
 
-def fall_short(outputs: int = 8) -> Account:
-    """Return the account of a forward that fails after half of its blocks."""
+def fall_short(outputs: int = 8, block: int = DEPTH // 2) -> Account:
+    """Return the account of a forward that fails in one of its blocks."""
     net = Net(WIDTH, DEPTH, outputs)
 
     def fail(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise RuntimeError(SHORT)
 
-    net.blocks[DEPTH // 2].up.register_forward_pre_hook(fail)
+    net.blocks[block].up.register_forward_pre_hook(fail)
     x = torch.ones(ROWS, WIDTH)
     try:
         net(x)
@@ -111,6 +111,15 @@ def test_the_estimated_peak_is_that_of_a_real_step(kind: type[Net], setting: Set
         step()
         measured = measure(step)
     assert peak.num_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_first_block_that_reads_the_batch_stands_for_the_others(has_graph: bool) -> None:
+    setting = Setting(has_graph=has_graph)
+    early, later = (estimate_peak(fall_short(block=block), setting) for block in (1, 3))
+    assert early is not None
+    assert later is not None
+    assert early.num_bytes == pytest.approx(later.num_bytes, rel=0.02)
 
 
 def test_a_head_and_a_cross_entropy_that_were_not_reached_count() -> None:

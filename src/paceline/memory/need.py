@@ -199,6 +199,11 @@ def _estimate_other(account: Account, setting: Setting) -> int:
         other -= account.get("freed")
     if account.forward.operations:
         other -= account.get("rest") - _settle(account)
+    if not setting.has_graph:
+        # The caller holds what the first operation reads, also if only the graph of that is found.
+        forward = account.forward
+        data = {extra for one in forward.operations if one.has_data for extra in one.extras}
+        other += sum(forward.extras[extra] for extra in data)
     other -= max(0, setting.released)
     if setting.divides_batch:
         other -= int(account.get("batch") * (1 - setting.share))

@@ -14,6 +14,8 @@ from typing import Any
 
 from paceline.memory.modules import OUTSIDE
 
+_BEFORE = -1
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -48,7 +50,7 @@ class Forward:
 
     Attributes:
         operations: each refers to earlier ones by position.
-        extras: bytes of saved tensors that are no operation's result.
+        extras: bytes of saved tensors that are no operation's result; 0 for the batch.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -120,18 +122,31 @@ def complete(forward: Forward, prefix: str, number: int) -> Forward | None:
     inside = range(first, last + 1)
     own = _find_own_extras(forward, inside)
     enters = max((i for one in operations[first:] for i in one.inputs if i < first), default=None)
+    size = forward.operations[last].num_bytes
     for copy in range(1, number - done + 1):
         shift = copy * length
         renamed = {old: len(extras) + new for new, old in enumerate(own)}
         extras += [forward.extras[old] for old in own]
         for position in inside:
             moved = {i: i + shift for i in inside}
+            before = last + shift - length
             if enters is not None:
-                moved[enters] = last + shift - length
+                moved[enters] = before
+            one = forward.operations[position]
+            if enters is None and one.has_data:
+                # The first module reads the batch; its copy reads the result of the module before.
+                data = {extra for extra in one.extras if forward.extras[extra] in (0, size)}
+                one = replace(
+                    one,
+                    inputs=(*one.inputs, _BEFORE),
+                    results=(*one.results, *[_BEFORE for _ in data]),
+                    extras=tuple(extra for extra in one.extras if extra not in data),
+                )
+                moved[_BEFORE] = before
             # A name of its own tells the copy from the module that it stands for.
             operations.append(
                 replace(
-                    _move(forward.operations[position], moved, renamed),
+                    _move(one, moved, renamed),
                     module=f"{prefix}.+{copy}" if prefix else f"+{copy}",
                 )
             )

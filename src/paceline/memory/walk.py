@@ -330,7 +330,7 @@ class MemoryWalk:
             return Forward()
         positions = {order: position for position, order in enumerate(orders)}
         saved = [one for one in graph.saved if one.order in positions]
-        saved = [one for one in saved if self._kind_of.get(one.key) == "activations"]
+        saved = [one for one in saved if self._kind_of.get(one.key) in ("activations", "batch")]
         # A storage belongs to its first maker; the others are views of it.
         makers: dict[Key, int] = {}
         for one in saved:
@@ -363,7 +363,9 @@ class MemoryWalk:
                     any(child is None for child, _ in node.next_functions),
                 )
             )
-        return Forward(tuple(operations), tuple(self._sizes[key] for key in extras))
+        # The batch counts by itself.
+        sizes = (self._sizes[key] if self._kind_of[key] == "activations" else 0 for key in extras)
+        return Forward(tuple(operations), tuple(sizes))
 
     # ---- what else there is
 
