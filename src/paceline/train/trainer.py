@@ -432,24 +432,23 @@ class Trainer(TrainedModels):
         )
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
-        phases = self._phases
 
         def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
             objective = Objective(lambda batch: loss(self.models, batch), weigh, has_output=False)
-            return phases.run(name, objective)
+            return self._phases.run(name, objective)
 
         with (
             preserved_generators(self.world.device),  # microbatches seed them; the user's draws go on
             self._memory.explained(share),
             explain_single_sample(share),
-            phases.running(share, self.step_number, self._requests, self._settings),
+            self._phases.running(share, self.step_number, self._requests, self._settings),
         ):
             if self._given.step is None:
-                phases.run("model", self._objective())
+                self._phases.run("model", self._objective())
             else:
                 self._given.step(update)
-        done = phases.end()
-        self._stop_signum = self._stop_signum or phases.stop_signum
+        done = self._phases.end()
+        self._stop_signum = self._stop_signum or self._phases.stop_signum
         if share.source is not None:
             share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
         self.num_samples += share.num_samples
@@ -462,7 +461,7 @@ class Trainer(TrainedModels):
             updates=done,
             step_s=now_s - self._last_step_end_s,
             data_s=self._data_s,
-            comm_s=phases.comm_s,
+            comm_s=self._phases.comm_s,
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
@@ -498,7 +497,9 @@ class Trainer(TrainedModels):
         started_s = time.perf_counter()
         with preserved_generators(self.world.device), self._memory.explained(None):
             result = evaluate(
-                *(self.model, self._updates["model"].runner, loader),
+                self.model,
+                self._updates["model"].runner,
+                loader,
                 forward=self._forward,
                 loss=self._loss,  # type: ignore[arg-type]
                 metrics=dict(metrics or {}),
