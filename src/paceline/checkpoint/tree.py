@@ -20,7 +20,7 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,11 @@ def encode(
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What one call of `encode` has been given, and the tensors that it has found."""
+    """The arguments of a call of `encode`, and the tensors found so far."""
 
     root: str
-    find_tensor: FindTensor | None = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    find_tensor: FindTensor | None
+    tensors: dict[str, torch.Tensor]
 
 
 def _encode(value: Any, path: tuple[str, ...], to: _Encoding) -> Any:

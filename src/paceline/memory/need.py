@@ -25,7 +25,7 @@ _TEMPORARY = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What a training does differently.
+    """A training with other settings.
 
     Attributes:
         share: of the samples that one forward computes.

@@ -20,7 +20,7 @@ from paceline.recipe.schema import DecoderFields, MaskedTextData, MoeModel, Text
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What a rank sends over one axis in one step.
+    """The bytes that a rank sends over one axis in one step.
 
     Attributes:
         axis: of the layout.
