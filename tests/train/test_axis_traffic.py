@@ -33,7 +33,7 @@ FLOAT = 4  # bytes of fp32
 
 @dataclass
 class Sent:
-    """What a rank sends to others in one step.
+    """The bytes and messages that a rank sends to others in one step.
 
     Attributes:
         sent: bytes, by axis and kind of message.

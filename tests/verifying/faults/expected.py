@@ -1,4 +1,7 @@
-"""Where each fault is planted, and what verify must report; docs/tables/verify-faults.md is made of this."""
+"""The place of each planted fault, and the report expected of verify.
+
+docs/tables/verify-faults.md is made of it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from tests.verifying.faults import FAULTS
 
 
 class Expected(NamedTuple):
-    """What a test plants and wants to read.
+    """A planted fault and the finding expected for it.
 
     Attributes:
         kind: of model: a recipe's, or `tied` (`models.py`).
