@@ -19,7 +19,7 @@ import base64
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ def encode(
         PacelineError: PL507 for something that cannot be stored, with the path to it.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(tree, (), _Encoding(root, find_tensor, tensors)), tensors
+    return _encode(tree, "", 0, _Encoding(root, find_tensor, tensors)), tensors
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ class _Encoding:
     tensors: dict[str, torch.Tensor]
 
 
-def _encode(value: Any, path: tuple[str, ...], to: _Encoding) -> Any:
-    if len(path) > MAX_DEPTH:
-        raise _refuse(path[:8], to.root, f"is nested more than {MAX_DEPTH} deep, or contains itself")
+# Training waits while trees are encoded, so these come without a call for each.
+_AS_THEY_ARE = frozenset({type(None), bool, str})
+_KEY_TYPES = frozenset({str, int, float, bool, bytes, tuple, type(None)})
+
+
+def _encode(value: Any, path: str, depth: int, to: _Encoding) -> Any:
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if kind in _AS_THEY_ARE:
         return value
     if kind is int:
         return value if abs(value) < _MAX_DECIMAL else {"$": "int", "hex": hex(value)}
@@ -83,12 +86,11 @@ def _encode(value: Any, path: tuple[str, ...], to: _Encoding) -> Any:
     if kind is bytes:
         return {"$": "bytes", "base64": base64.b64encode(value).decode()}
     if kind is dict or kind is OrderedDict:
-        return _encode_dict(value, path, to)
+        return _encode_dict(value, path, depth, to)
     if kind is list:
-        return [_encode(item, (*path, str(i)), to) for i, item in enumerate(value)]
+        return _encode_items(value, path, depth, to)
     if kind is tuple or kind is torch.Size:
-        items = [_encode(item, (*path, str(i)), to) for i, item in enumerate(value)]
-        return {"$": "tuple", "items": items}
+        return {"$": "tuple", "items": _encode_items(value, path, depth, to)}
     if isinstance(value, torch.Tensor):
         reason = why_not_storable(value)
         if reason is not None:
@@ -102,32 +104,55 @@ def _encode(value: Any, path: tuple[str, ...], to: _Encoding) -> Any:
         dtype = _dtype_name(value.dtype, path, to.root)
         return {"$": "scalar", "dtype": dtype, "base64": base64.b64encode(value.tobytes()).decode()}
     if to.find_tensor is not None and (found := to.find_tensor(value)) is not None:
-        return _encode(found, path, to)
+        return _encode(found, path, depth, to)
     raise _refuse(path, to.root, f"is a {kind.__module__}.{kind.__qualname__}")
 
 
-def _encode_dict(value: dict[Any, Any], path: tuple[str, ...], to: _Encoding) -> Any:
-    plain = all(type(key) is str and key != "$" for key in value)
+def _encode_items(value: Sequence[Any], path: str, depth: int, to: _Encoding) -> list[Any]:
+    if value:
+        _check_depth(path, depth, to)
+    before = f"{path}." if depth else ""
+    return [_encode(item, f"{before}{i}", depth + 1, to) for i, item in enumerate(value)]
+
+
+def _encode_dict(value: dict[Any, Any], path: str, depth: int, to: _Encoding) -> Any:
+    if value:
+        _check_depth(path, depth, to)
+    before = f"{path}." if depth else ""
+    if all(map(_is_plain_key, value)):
+        return {
+            key: item if type(item) in _AS_THEY_ARE else _encode(item, before + key, depth + 1, to)
+            for key, item in value.items()
+        }
     encoded = []
     for key, item in value.items():
-        inner = (*path, key if type(key) is str else repr(key))
-        if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
+        inner = before + (key if type(key) is str else repr(key))
+        if type(key) not in _KEY_TYPES:
             raise _refuse(inner, to.root, f"has a {type(key).__qualname__} as key")
         # A tuple that is a key holds only hashable things, so no tensors' values hide in it; those
         # compare by identity, which a file cannot keep.
         held: dict[str, torch.Tensor] = {}
-        key_code = key if plain else _encode(key, inner, _Encoding(to.root, None, held))
+        key_code = _encode(key, inner, depth + 1, _Encoding(to.root, None, held))
         if held:
             raise _refuse(inner, to.root, "has a tensor as key")
-        encoded.append((key_code, _encode(item, inner, to)))
-    if plain:
-        return dict(encoded)
-    return {"$": "dict", "items": [list(pair) for pair in encoded]}
+        encoded.append([key_code, _encode(item, inner, depth + 1, to)])
+    return {"$": "dict", "items": encoded}
 
 
-def _add(tensors: dict[str, torch.Tensor], path: tuple[str, ...], tensor: torch.Tensor) -> str:
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key != "$"
+
+
+def _check_depth(path: str, depth: int, to: _Encoding) -> None:
+    if depth >= MAX_DEPTH:
+        begin = ".".join(path.split(".")[:8])
+        raise _refuse(begin, to.root, f"is nested more than {MAX_DEPTH} deep, or contains itself")
+
+
+def _add(tensors: dict[str, torch.Tensor], path: str, tensor: torch.Tensor) -> str:
     # Surrogates are legal in Python's strings and in JSON's escapes, but not in a safetensors header.
-    wanted = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
+    wanted = path if path.isascii() else path.encode("utf-8", "backslashreplace").decode()
+    wanted = wanted or "value"
     name, count = wanted, 1
     while name in tensors or name == "__metadata__":  # {"a.b": x} and {"a": {"b": y}} have the same path
         count += 1
@@ -142,17 +167,17 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _dtype_name(dtype: np.dtype[Any], path: tuple[str, ...], root: str) -> str:
+def _dtype_name(dtype: np.dtype[Any], path: str, root: str) -> str:
     name = dtype.str
     if dtype.hasobject or dtype.names is not None or np.dtype(name) != dtype:
         raise _refuse(path, root, f"is of numpy's dtype {dtype}")
     return name
 
 
-def _refuse(path: tuple[str, ...], root: str, reason: str) -> PacelineError:
+def _refuse(path: str, root: str, reason: str) -> PacelineError:
     return PacelineError(
         "PL507",
-        saw=f"{'.'.join((root, *path))} {reason}.",
+        saw=f"{root}{path and '.'}{path} {reason}.",
         rule="A checkpoint holds dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and "
         "numpy arrays, so that reading one cannot run code.",
         fix="Convert it in state_dict() and convert it back in load_state_dict(), or leave it out.",

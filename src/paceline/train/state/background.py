@@ -14,7 +14,7 @@ import torch
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writing.joint import Order, Outcome
-from paceline.checkpoint.writing.state_copy import CopyMemory, Held, StateCopy, lay_out, measure
+from paceline.checkpoint.writing.state_copy import CopyMemory, CopyThread, Held, StateCopy, lay_out, measure
 from paceline.checkpoint.writing.writer_process import WriterProcess
 from paceline.errors import PacelineError
 
@@ -38,6 +38,7 @@ class Background:
         self._device = device
         self._memory: CopyMemory | None = None
         self._writer: WriterProcess | None = None
+        self._thread: CopyThread | None = None
         self._state_copy: StateCopy | None = None
         self._reserving: threading.Thread | None = None
         # Once weights were changed behind the trainer's back, they are copied before `save` returns.
@@ -61,6 +62,8 @@ class Background:
                 self._memory = CopyMemory()
             if self._writer is None:
                 self._writer = WriterProcess(self._memory.fd)
+            if self._thread is None:
+                self._thread = CopyThread()
         except OSError as error:
             return str(error)
         return ""
@@ -104,9 +107,10 @@ class Background:
             late: ids of the tensors that only an optimizer's step changes.
             held: what other ranks hold copies of.
         """
-        memory, writer = self._memory, self._writer
+        memory, writer, thread = self._memory, self._writer, self._thread
         assert memory is not None
         assert writer is not None
+        assert thread is not None
         self._begin_s = time.monotonic()
 
         def end(error: PacelineError | None, digests: list[Digests]) -> None:
@@ -117,7 +121,7 @@ class Background:
             writer.end_copy(error, digests)
 
         writer.begin(replace(order, files=lay_out(plans)))
-        self._state_copy = StateCopy(memory, plans, late, held, self._device, end)
+        self._state_copy = StateCopy(thread, memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
         if self._copies_at_once:
             self._state_copy.wait()
@@ -154,6 +158,9 @@ class Background:
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -32,7 +32,7 @@ from paceline.checkpoint.memory.sending import (
 )
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, lay_out, measure
+from paceline.checkpoint.writing.state_copy import CopyMemory, CopyThread, StateCopy, lay_out, measure
 from paceline.errors import PacelineError
 from paceline.train.state.disks import find_domain
 from paceline.train.state.memory_interval import MemoryInterval
@@ -100,6 +100,7 @@ class MemorySaves:
         self._world = world
         self._slots: list[CopyMemory] = []
         self._keeper: KeeperProcess | None = None
+        self._thread: CopyThread | None = None
         self._address: CopyTarget | None = None
         self._last_slot = _NUM_SLOTS - 1
         self._num_behind = 0
@@ -256,6 +257,9 @@ class MemorySaves:
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
         if self._keeper is not None:
             if self._world.has_failed or self.outlives:
                 self._keeper.leave_behind()
@@ -275,6 +279,7 @@ class MemorySaves:
             raise _impossible_error(reason)
         try:
             self._slots = self._slots or [CopyMemory() for _ in range(_NUM_SLOTS)]
+            self._thread = self._thread or CopyThread()
             fds = [slot.fd for slot in self._slots]
             self._keeper = KeeperProcess(fds, os.getppid(), str(folder.absolute()))
             if self._world.num_nodes > 1:
@@ -335,8 +340,9 @@ class MemorySaves:
         state: RunState,
         target: CopyTarget | None,
     ) -> None:
-        keeper, slot = self._keeper, self._last_slot
+        keeper, thread, slot = self._keeper, self._thread, self._last_slot
         assert keeper is not None
+        assert thread is not None
         self._num_behind += 1
         self._has_failed = False
         keeper.drop(slot)
@@ -350,7 +356,7 @@ class MemorySaves:
             keeper.keep(slot, share.dump() | {"digests": digests}, target)
 
         held = [each.hold() for each in state.copies]
-        self._state_copy = StateCopy(self._slots[slot], plans, late, held, self._world.device, end)
+        self._state_copy = StateCopy(thread, self._slots[slot], plans, late, held, self._world.device, end)
 
 
 def _check_free(
