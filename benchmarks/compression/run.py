@@ -1,6 +1,6 @@
 """Measure steps with compressed gradients over a slow link, and what compression costs in loss.
 
-python benchmarks/compression/run.py [wan] [slow] [loss]     all by default; `table` only writes
+python benchmarks/compression/run.py [wan] [slow] [loss] [encoder]     all by default; `table` only writes
 
 The nodes of `wan` and `slow` are network namespaces of this machine with process ids of their own; they need
 root.
@@ -33,12 +33,13 @@ LIMIT_S = 420
 # Settings of [compress] by name.
 KINDS: dict[str, dict[str, object]] = {
     "none": {},
-    **{kind: {"kind": kind} for kind in ("bf16", "fp16", "int8", "int4")},
+    **{kind: {"kind": kind} for kind in ("bf16", "int8", "int4", "fp16")},
     "powersgd": {"kind": "powersgd", "rank": 4},
     "topk": {"kind": "topk", "density": 0.1},
 }
 SEEDS = range(5)
-RECIPE, NUM_STEPS = "recipes/gpt-stdlib.toml", 1000
+# Name of a measurement of losses: recipe, steps.
+RECIPES = {"loss": ("recipes/gpt-stdlib.toml", 1000), "encoder": ("recipes/encoder-dropout.toml", 300)}
 
 
 def time_steps(name: str) -> None:
@@ -52,14 +53,15 @@ def time_steps(name: str) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({"load": os.getloadavg()[0], **found}) + "\n")
 
 
-def measure_losses(num_steps: int, seeds: range) -> None:
-    path = RESULTS / f"loss-{num_steps}.json"
+def measure_losses(name: str, num_steps: int, seeds: range) -> None:
+    """Train each kind with each seed, and keep the losses; goes on where it was ended."""
+    path = RESULTS / f"{name}-{num_steps}.json"
     found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    for seed in seeds:
-        for kind, settings in KINDS.items():
+    for kind, settings in KINDS.items():
+        for seed in seeds:
             if str(seed) in found.get(kind, {}):
                 continue
-            words = [sys.executable, "-m", "paceline", "train", RECIPE, "--nproc", "1", "--json"]
+            words = [sys.executable, "-m", "paceline", "train", RECIPES[name][0], "--nproc", "1", "--json"]
             words += ["--set", f"train.seed={seed}", "--set", f"train.steps={num_steps}"]
             for key, value in {**settings, "slots": 4}.items() if settings else ():
                 words += ["--set", f"compress.{key}={value}"]
@@ -85,8 +87,9 @@ def write_table() -> str:
                 *_format_steps(found),
                 "",
             ]
-    for path in sorted(RESULTS.glob("loss-*.json")):
-        lines += _format_losses(path)
+    for name in RECIPES:
+        for path in sorted(RESULTS.glob(f"{name}-*.json")):
+            lines += [*_format_losses(name, path), ""]
     return "\n".join(map(str.rstrip, lines)) + "\n"
 
 
@@ -102,9 +105,9 @@ def _format_steps(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _format_losses(path: Path) -> list[str]:
+def _format_losses(name: str, path: Path) -> list[str]:
     found: dict[str, dict[str, float]] = json.loads(path.read_text())
-    lines = [f"{path.stem.removeprefix('loss-')} steps of {RECIPE}, 4 slots: valid loss"]
+    lines = [f"{path.stem.removeprefix(f'{name}-')} steps of {RECIPES[name][0]}, 4 slots: valid loss"]
     for kind, by_seed in found.items():
         shared = [seed for seed in by_seed if seed in found["none"]]
         changes = [100 * (by_seed[seed] / found["none"][seed] - 1) for seed in shared]
@@ -128,18 +131,18 @@ def _interval(spread: Spread) -> str:
 
 
 def main(words: list[str]) -> None:
-    parts = words or ["wan", "slow", "loss"]
+    parts = words or [*LINKS, *RECIPES]
     if set(LINKS) & set(parts) and (reason := why_no_nodes()):
         raise SystemExit(f"nodes cannot be made here: {reason}")
     for name in LINKS:
         if name in parts:
             time_steps(name)
     for part in parts:
-        if part.startswith("loss"):
-            # loss, or loss:STEPS:SEEDS for a part of it
-            _, *numbers = part.split(":")
-            steps, seeds = (int(numbers[0]), range(int(numbers[1]))) if numbers else (NUM_STEPS, SEEDS)
-            measure_losses(steps, seeds)
+        # A recipe, or loss:STEPS:SEEDS for a part of it.
+        name, *numbers = part.split(":")
+        if name in RECIPES:
+            steps, seeds = (int(numbers[0]), range(int(numbers[1]))) if numbers else (RECIPES[name][1], SEEDS)
+            measure_losses(name, steps, seeds)
     table = write_table()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "table.txt").write_text(table)
