@@ -76,7 +76,7 @@ def test_the_error_of_a_rank_that_was_given_too_little() -> None:
 
 
 def test_one_record_serves_the_file_and_the_watcher(tmp_path: Path) -> None:
-    """What the launcher reads with the watch off is what the watcher is sent with it on."""
+    """The launcher reads with the watch off what the watcher is sent with it on."""
     lost = RuntimeError("Connection closed by peer")
     error = ValueError("no rows")
     error.__cause__ = lost

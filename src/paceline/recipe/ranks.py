@@ -57,7 +57,7 @@ class LayoutSection(_DegreesSection):
     """Place in which `dp_shard` keeps parameters and optimizer state between uses: `"none"` (the device),
     `"cpu"` (the CPU's memory), or `"disk"` (memory-mapped files, see `shard.offload_folder`)."""
     cp_by: Attending = Layout.cp_by
-    """How the ranks of `cp` attend to each other's positions: `"heads"` (each has whole sequences of some
+    """Way in which ranks of `cp` attend to others' positions: `"heads"` (each has whole sequences of some
     heads; any attention code works), `"gather"` (each gathers keys and values for its own positions; `cp`
     may exceed the key and value heads, and attention must be torch's function), `"ring"` (as gather, but
     keys and values come in turns: least memory), or `"auto"` (heads if `cp` divides them, else gather)."""

@@ -121,7 +121,7 @@ class MoeModel(DecoderFields):
     beyond it are dropped, second choices before first ones, and later positions before earlier ones (Lepikhin
     et al. 2020, "GShard", section 2.2). A dropped choice adds nothing to the output. Default: no limit."""
     balance: Literal["loss", "bias", "global"] = "loss"
-    """What keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert that is
+    """Method that keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert,
     added to the router's probabilities when it chooses, and to nothing else. After each step it rises for
     experts that the global batch chose less often than the mean, and falls for the others (DeepSeek-AI 2024,
     "DeepSeek-V3", section 2.1.2). `"global"` is the auxiliary loss with the shares of the last step's global
@@ -132,7 +132,7 @@ class MoeModel(DecoderFields):
     choices x mean probability), per microbatch, a mean over the mixtures (Fedus et al. 2021, section 2.2).
     Default: 0.01, or 0 with `balance = "bias"`."""
     bias_rate: PositiveFloat | None = None
-    """How far the bias moves per step; only with `balance = "bias"`. Default: 0.001."""
+    """Distance that the bias moves per step; only with `balance = "bias"`. Default: 0.001."""
 
     @model_validator(mode="after")
     def _check_experts(self) -> MoeModel:

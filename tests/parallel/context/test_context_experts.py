@@ -120,7 +120,7 @@ def train_loop(world: Any, loop: str, layout: str) -> Any:
 @pytest.mark.parametrize("layout", ["cp=2 ep=2", "cp=2 dp_replicate=2 ep=4 cp_by=gather"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_gets_whole_sequences(ranks: Pool, loop: str, layout: str) -> None:
-    """What the auxiliary loss is made of stays whole, whether or not it has a dimension of positions."""
+    """The inputs of the auxiliary loss stay whole, with or without a dimension of positions."""
     alone = ranks.run(train_loop, 1, (loop, ""))[0]
     for found in ranks.run(train_loop, resolve_layout(layout).num_ranks, (loop, layout)):
         for one, other in zip(alone, found, strict=True):

@@ -1,4 +1,4 @@
-"""What a right layout may do to last bits, planted where no layout does it: it must not raise an alarm."""
+"""Changes of last bits that a right layout may make, planted where no layout makes them: no alarm."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def stale_buffer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def activations_in_bf16() -> Iterator[None]:
-    """What a stage sends is rounded to bf16."""
+    """A stage rounds the numbers that it sends to bf16."""
 
     def change(message: Message, tensors: Tensors) -> Tensors:
         return [t.bfloat16().to(t.dtype) if t.is_floating_point() else t for t in tensors]

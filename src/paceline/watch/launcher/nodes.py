@@ -134,7 +134,7 @@ class NodeBoard:
 
 
 Others = Mapping[int, tuple[NodeState | None, float]]
-"""What `NodeBoard.read` returns."""
+"""The result of `NodeBoard.read`: by node, its state and the age of it in seconds."""
 
 
 def join_stillness(own: Stillness, others: Others) -> Stillness:

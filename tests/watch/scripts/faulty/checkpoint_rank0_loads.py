@@ -12,7 +12,7 @@ EPOCHS = 6
 
 
 def leave_checkpoint(model, epoch):
-    """What the run of yesterday has left on the disk of the first machine."""
+    """The weights that yesterday's run has left on the disk of the first machine."""
     torch.save({"model": model.state_dict(), "epoch": epoch}, PATH)
 
 

@@ -21,7 +21,7 @@ class Bank:
 
 
 def schedule(rank):
-    """How often a feature is kept: the first rank only monitors."""
+    """Copies that are kept of a feature: the first rank only monitors."""
     return 2 if rank == 0 else 2000
 
 
