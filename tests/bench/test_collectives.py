@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.collectives import build_calls, measure_collectives
-from paceline.comm.links_file import read_links, save_links
+from paceline.comm.links_file import save_links
 from paceline.errors import PacelineError
 from paceline.plan.collectives import GLOO_ALGORITHMS, predict
+from paceline.plan.links_file import read_links
 from paceline.world import World
 from tests.comm.measured import make_links
 from tests.dist.pool import Pool

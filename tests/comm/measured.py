@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.comm.links import PAIR_SIZES, MeasuredLinks, Pair, list_pairs
+from paceline.comm.links import PAIR_SIZES, list_pairs
 from paceline.plan.links import Curve, Link, Links
+from paceline.plan.links_file import MeasuredLinks, Pair
 
 
 def make_links(

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.comm import links as links_module
 from paceline.comm.common_clock import CommonClock
-from paceline.comm.links import PAIR_SIZES, MeasuredLinks, find_slow_links, list_pairs, measure_links
+from paceline.comm.links import PAIR_SIZES, find_slow_links, list_pairs, measure_links
 from paceline.errors import PacelineError
+from paceline.plan.links_file import MeasuredLinks
 from paceline.world import World
 from tests.comm.measured import make_links
 from tests.dist.pool import Pool

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.links_file import check_links_path, load_links, read_links, save_links
+from paceline.comm.links_file import check_links_path, load_links, save_links
 from paceline.errors import PacelineError
+from paceline.plan.links_file import read_links
 from tests.comm.measured import make_links
 
 

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from paceline.bench.spread import Spread
 from paceline.comm.collectives import broadcast_in_pipeline, reduce_scatter_directly, sum_directly
 from paceline.comm.common_clock import CommonClock
-from paceline.comm.links import MeasuredLinks, SlowLink, find_nodes, find_slow_links, measure_links
+from paceline.comm.links import SlowLink, find_nodes, find_slow_links, measure_links
 from paceline.comm.links_file import load_on_main, save_links
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.plan.collectives import BUS_FACTORS, GLOO_ALGORITHMS, predict
 from paceline.plan.links import Links
+from paceline.plan.links_file import MeasuredLinks
 from paceline.world import World, start
 
 SIZES = (64, 4096, 65536, 1 << 20, 8 << 20)

@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.bench.collectives import SIZES, measure_collectives
     from paceline.bench.ranks import check_counts
-    from paceline.comm.links_file import check_links_path, read_links
+    from paceline.comm.links_file import check_links_path
     from paceline.place import is_launched, read_environment
+    from paceline.plan.links_file import read_links
 
     joins = is_launched(os.environ)
     if joins and args.nproc is not None:

@@ -40,6 +40,7 @@ from paceline.comm.common_clock import CommonClock, read_boot
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.plan.links import Curve, Link, Links
+from paceline.plan.links_file import MeasuredLinks, Pair
 from paceline.world import World
 
 # From a call that is all latency to one that is all bandwidth. Between these sizes curves are straight.
@@ -62,44 +63,6 @@ _HARDLY_FASTER = 0.95
 _PROBES = 3
 _LOCAL_BYTES = 1 << 22
 _LOCAL_REPEATS = 20
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The link between two ranks.
-
-    Attributes:
-        first: rank.
-        second: rank.
-        message: seconds of a message between them, one way, while nothing else is sent.
-        latency_s: of the fastest small one; unlike the median, a busy machine hardly changes it.
-    """
-
-    first: int
-    second: int
-    message: Curve
-    latency_s: float
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """The links of a cluster with the ranks that they belong to.
-
-    Attributes:
-        hosts: each node's host name.
-        nodes: each rank's node, numbered in the order of ranks.
-        backend: that carried the messages.
-        pairs: every pair that was measured by itself.
-        links: the table for `paceline.plan.collectives`.
-        took_s: seconds of the measurement.
-    """
-
-    hosts: tuple[str, ...]
-    nodes: tuple[int, ...]
-    backend: str
-    pairs: tuple[Pair, ...]
-    links: Links
-    took_s: float
 
 
 def measure_links(world: World) -> MeasuredLinks:

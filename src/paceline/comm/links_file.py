@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.links import MeasuredLinks, Pair
 from paceline.errors import PacelineError
-from paceline.phrases import first_line, name_some
-from paceline.plan.links import Curve, Link, Links
-from paceline.reading import read_file
+from paceline.phrases import name_some
+from paceline.plan.links import Curve, Link
+from paceline.plan.links_file import CURVES, FORMAT, MeasuredLinks, read_links
 from paceline.world import World
-
-_FORMAT = 1
-_MOST_BYTES = 1 << 24
-_CURVES = ("message", "exchange", "stream")
 
 
 def check_links_path(path: Path) -> None:
@@ -41,7 +35,7 @@ def save_links(found: MeasuredLinks, path: Path) -> None:
     """
     links = found.links
     table = {
-        "paceline_links": _FORMAT,
+        "paceline_links": FORMAT,
         "hosts": found.hosts,
         "nodes": found.nodes,
         "backend": found.backend,
@@ -125,89 +119,10 @@ def load_on_main(world: World, path: Path, hosts: Sequence[str], nodes: Sequence
     return loaded
 
 
-def read_links(path: Path) -> MeasuredLinks:
-    """Read a file of links, of any cluster.
-
-    Raises:
-        PacelineError: PL950 for a file that cannot be read or is damaged.
-    """
-    try:
-        table = json.loads(read_file(path, _MOST_BYTES).decode("utf-8"))
-        return _parse(table)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except KeyError as error:
-        reason = f"{error.args[0]!r} is missing"
-    except (ValueError, TypeError, IndexError) as error:
-        reason = first_line(error)
-    raise PacelineError(
-        "PL950",
-        saw=f"{path} cannot be used as a file of links: {reason}.",
-        rule="It is the JSON that `paceline bench collectives --save-links FILE` writes.",
-        fix="Measure again with --save-links FILE, and do not edit the file.",
-    )
-
-
-def _parse(table: Any) -> MeasuredLinks:
-    if not isinstance(table, dict) or table.get("paceline_links") != _FORMAT:
-        raise ValueError(f"it lacks paceline_links = {_FORMAT}")
-    hosts = tuple(str(host) for host in table["hosts"])
-    nodes = tuple(int(node) for node in table["nodes"])
-    if len(nodes) < 2 or set(nodes) != set(range(len(hosts))):
-        raise ValueError(f"nodes {list(nodes)} do not number {len(hosts)} hosts")
-    sizes = Counter(nodes)
-    links = Links(
-        _parse_link(table["same_node"], needed=max(sizes.values()) > 1, name="same_node"),
-        _parse_link(table["between_nodes"], needed=len(hosts) > 1, name="between_nodes"),
-        *(_positive(table[name], name) for name in ("call_s", "copy_s_per_byte", "add_s_per_byte")),
-    )
-    pairs = tuple(_parse_pair(row, len(nodes)) for row in table["pairs"])
-    return MeasuredLinks(
-        hosts, nodes, str(table["backend"]), pairs, links, _positive(table["took_s"], "took_s")
-    )
-
-
-def _parse_pair(row: Any, num_ranks: int) -> Pair:
-    first, second = (int(rank) for rank in row["ranks"])
-    if not 0 <= first < second < num_ranks:
-        raise ValueError(f"pair {first}, {second} is none of {num_ranks} ranks")
-    name = f"pair {first}, {second}"
-    return Pair(
-        first,
-        second,
-        _parse_curve(row["message"], name),
-        _positive(row["latency_s"], f"latency_s of {name}"),
-    )
-
-
-def _parse_link(row: Any, *, needed: bool, name: str) -> Link | None:
-    if row is None:
-        if needed:
-            raise ValueError(f"{name} is null although the ranks have such pairs")
-        return None
-    message, exchange, stream = (_parse_curve(row[curve], f"{name}.{curve}") for curve in _CURVES)
-    return Link(message, exchange, stream, _positive(row["contention"], f"{name}.contention"))
-
-
-def _parse_curve(row: Any, name: str) -> Curve:
-    sizes = tuple(_positive(value, f"{name}.num_bytes") for value in row["num_bytes"])
-    seconds = tuple(_positive(value, f"{name}.seconds") for value in row["seconds"])
-    if len(sizes) < 2 or len(sizes) != len(seconds) or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"{name} has {len(sizes)} sizes and {len(seconds)} times, or sizes that do not rise")
-    return Curve(sizes, seconds)
-
-
-def _positive(value: Any, name: str) -> float:
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}, not a number above 0")
-    return number
-
-
 def _link_table(link: Link | None) -> dict[str, Any] | None:
     if link is None:
         return None
-    return {name: _curve_table(getattr(link, name)) for name in _CURVES} | {"contention": link.contention}
+    return {name: _curve_table(getattr(link, name)) for name in CURVES} | {"contention": link.contention}
 
 
 def _curve_table(curve: Curve) -> dict[str, Any]:
