@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.mesh import build_mesh
+from paceline.plan.calls import list_call_groups
 from paceline.recipe import Layout
 from paceline.recipe.axes import list_axes
 from tests.dist.pool import Pool
@@ -15,7 +16,7 @@ from tests.dist.pool import Pool
 
 def read_groups(world: Any, text: str) -> tuple[dict[str, list[int]], bool]:
     mesh = build_mesh(Layout.parse(text), world)
-    joined = (mesh.dp, mesh.replicas, mesh.expert_replicas, mesh.model)
+    joined = (mesh.dp, mesh.replicas, mesh.expert_replicas, mesh.model, mesh.ep_data, mesh.ep_cp)
     axes = {**mesh.axes, **{axis.name: axis for axis in joined}}
     for name, axis in axes.items():
         ranks = dist.get_process_group_ranks(axis.group)
@@ -45,6 +46,12 @@ def test_groups_are_those_of_the_layout(ranks: Pool, text: str) -> None:
     }
     if layout.ep == 1:
         expected["expert_replicas"] = expected["replicas"]
+    # As calls of a step are predicted.
+    over = {"dp", "dp_replicate", "dp_shard", "cp", "tp", "ep_data", "ep_cp"}
+    planned = {name: list_call_groups(layout, name) for name in over}
+    for name in over & set(expected):
+        assert planned[name] == sorted(expected[name]), name
+    expected = planned | expected
     found = ranks.run(read_groups, nproc=4, args=(text,))
     for rank, (groups, _) in enumerate(found):
         for name, known in expected.items():

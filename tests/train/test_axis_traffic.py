@@ -153,7 +153,11 @@ def test_a_step_sends_over_cp_what_the_formulas_say(ranks: Pool, tmp_path: Path,
         assert planned == sum(found.sent.values()) - gradients
         layout = Layout.parse(f"cp={n} cp_by={by}").close()
         [row] = plan_recipe_traffic(parse_recipe(table), layout)
-        assert (row.axis, row.degree, row.num_bytes) == ("cp", n, planned)
+        summed = 2 * (n - 1) * gradients / n
+        assert (row.axis, row.degree, row.num_bytes) == ("cp", n, planned + summed)
+        # A shift is one message per turn.
+        messages = sum(call.times * (n - 1 if call.operation == "shift" else 1) for call in row.calls)
+        assert messages == sum(found.messages.values())
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,16 @@ def test_a_step_sends_over_ep_and_cp_what_the_formulas_say(
             num_mixtures=1,
         )
         assert own.sent["cp gradients"] == gradients
+        rows = plan_recipe_traffic(parse_recipe(table), Layout.parse(layout).close())
+        planned = {row.axis: row for row in rows}
+        assert planned["cp"].num_bytes is not None
+        if num_samples == max(samples):  # the first rank's row
+            ends = own.sent["cp parts"] + own.sent["cp whole"]
+            assert planned["cp"].num_bytes == ends + gradients
+            over_ep = sum(call.times for call in planned["ep"].calls if call.over == "ep_data")
+            assert over_ep == own.messages["ep counts"] + own.messages["ep rows"]
+            shared = sum(call.times for call in planned["ep"].calls if call.over == "ep_cp")
+            assert shared == own.messages["cp rows"]
         # Answers in forward and gradients of rows in backward, to the m - 1 other ranks of cp.
         assert own.messages["cp rows"] == 2 * rounds
         if d > 1:

@@ -1,7 +1,8 @@
 """Predicts the seconds of an exact sum over ranks by algorithm, from a table of links; without torch.
 
-The algorithms add in the same order (`comm/tree.py`), so they yield the same bits. Each rank is taken to
-bring one subtree, and each machine of consecutive ranks one sum, as with equal shares that are powers of two:
+The algorithms add in the same order (`comm/tree.py`), so they yield the same bits. Unless a number is given,
+each rank is taken to bring one subtree, as with equal shares that are powers of two. Each machine of
+consecutive ranks is taken to bring one sum:
 
 - `direct`: messages between all pairs of ranks (`comm/exchange.py`).
 - `shared-memory`: for ranks of one machine (`comm/shared_memory.py`).
@@ -51,36 +52,60 @@ def predict_exact_sum(
         nodes: each rank's node.
         links: with every class of pairs that the ranks have.
     """
-    return sum(time_phases(_PHASES[algorithm](size, machines), nodes, links) for size in sizes)
+    return sum(time_phases(list_exact_phases(algorithm, size, machines), nodes, links) for size in sizes)
 
 
-def list_exact_phases(algorithm: str, num_bytes: float, machines: Sequence[int]) -> list[Phase]:
-    """Return the phases of one exact sum; the arguments are those of `predict_exact_sum`."""
-    return _PHASES[algorithm](num_bytes, machines)
+def list_exact_phases(
+    algorithm: str, num_bytes: float, machines: Sequence[int], num_subtrees: int = 1
+) -> list[Phase]:
+    """Return the phases of one exact sum; the other arguments are those of `predict_exact_sum`.
+
+    Args:
+        num_subtrees: that each rank brings.
+    """
+    return _PHASES[algorithm](num_bytes, machines, num_subtrees)
 
 
-def _direct(size: float, machines: Sequence[int]) -> list[Phase]:
+def count_subtrees(start: int, stop: int, num_leaves: int) -> int:
+    """Return the number of whole subtrees in a block of microbatches, as `comm/tree.py` divides it.
+
+    Args:
+        start, stop: the block.
+        num_leaves: microbatches of the whole tree.
+    """
+    count = 0
+    while start < stop:
+        span = 1
+        # A subtree begins at a multiple of its span; the last one may end with the last microbatch.
+        while start % (2 * span) == 0 and span < stop - start and min(start + 2 * span, num_leaves) <= stop:
+            span *= 2
+        start, count = min(start + span, num_leaves), count + 1
+    return count
+
+
+def _direct(size: float, machines: Sequence[int], num_subtrees: int) -> list[Phase]:
     """Model one exchange of whole vectors for a small one, else of chunks and then of their sums."""
+    brought = num_subtrees * size
     if size <= DIRECT_WHOLE_BYTES:
-        return list_phases("all_reduce", "direct", size, machines)
+        return list_phases("all_reduce", "direct", brought, machines)
     return [
-        *list_phases("reduce_scatter", "direct", size, machines),
+        *list_phases("reduce_scatter", "direct", brought, machines),
         *list_phases("all_gather", "direct", size, machines),
     ]
 
 
-def _shared_memory(size: float, machines: Sequence[int]) -> list[Phase]:
+def _shared_memory(size: float, machines: Sequence[int], num_subtrees: int) -> list[Phase]:
     """Model copying in, a meeting and adding; for a large vector also a second meeting and copying out."""
     num_ranks = len(machines)
     edges = tuple((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
-    meeting = Phase("exchange", 1, 1.0, edges, copied=size, added=(num_ranks - 1) * size)
-    if num_ranks * size <= SHARED_SMALL_BYTES:
-        return [meeting]
-    half = Phase("exchange", 1, 1.0, edges, copied=size, added=(num_ranks - 1) * size / num_ranks)
+    brought, added = num_subtrees * size, (num_ranks * num_subtrees - 1) * size
+    if num_ranks * brought <= SHARED_SMALL_BYTES:
+        return [Phase("exchange", 1, 1.0, edges, copied=brought, added=added)]
+    half = Phase("exchange", 1, 1.0, edges, copied=brought, added=added / num_ranks)
     return [half, Phase("exchange", 1, 1.0, edges, copied=size)]
 
 
-def _by_node(size: float, machines: Sequence[int]) -> list[Phase]:
+def _by_node(size: float, machines: Sequence[int], num_subtrees: int) -> list[Phase]:
     """Model copying in and out, meetings in each machine, and twins that exchange their slices.
 
     The blocks overlap. So both messages of a twin count in each turn, and one more message at the end.
@@ -103,7 +128,7 @@ def _by_node(size: float, machines: Sequence[int]) -> list[Phase]:
     # Ranks meet when a block is new and when it is old, three turns later.
     turns = num_blocks + min(3, num_blocks)
     phases += [
-        Phase("exchange", turns, 1.0, edges, copied=2 * size if number == 0 else 0.0)
+        Phase("exchange", turns, 1.0, edges, copied=(num_subtrees + 1) * size if number == 0 else 0.0)
         for number, edges in enumerate(_list_rounds(members))
     ]
     return phases
@@ -129,7 +154,7 @@ def _list_rounds(members: Sequence[Sequence[int]]) -> list[tuple[Edge, ...]]:
     ]
 
 
-_PHASES: Mapping[str, Callable[[float, Sequence[int]], list[Phase]]] = {
+_PHASES: Mapping[str, Callable[[float, Sequence[int], int], list[Phase]]] = {
     "shared-memory": _shared_memory,
     "by-node": _by_node,
     "direct": _direct,

@@ -1,4 +1,4 @@
-"""Computes the bytes that a rank of a recipe sends per step, axis by axis, where the formula is tested.
+"""Lists the collectives of a recipe's step and the bytes that a rank sends, by axis, where tests count them.
 
 The rank is the one with the lowest number on every axis, which has the most microbatches. A row without
 bytes names the reason. Not counted at all: the agreement of a step, comparisons of copies, and checkpoints.
@@ -6,13 +6,22 @@ bytes names the reason. Not counted at all: the agreement of a step, comparisons
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.errors import PacelineError
-from paceline.plan.memory import Sizes
+from paceline.plan.calls import StepCall, all_gather, all_reduce, count_sent
+from paceline.plan.exact_sums import count_subtrees
+from paceline.plan.memory import Sizes, count_own
 from paceline.plan.parameters import Parameter, list_parameters
-from paceline.plan.traffic import plan_cp_traffic, plan_ep_traffic, plan_tp_traffic, plan_traffic
+from paceline.plan.traffic import (
+    list_cp_calls,
+    list_data_calls,
+    list_ep_calls,
+    list_exact_calls,
+    list_tp_calls,
+)
 from paceline.recipe import Layout, Recipe
 from paceline.recipe.facts import count_vocab
 from paceline.recipe.schema import DecoderFields, MaskedTextData, MoeModel, TextData
@@ -20,19 +29,24 @@ from paceline.recipe.schema import DecoderFields, MaskedTextData, MoeModel, Text
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """The bytes that a rank sends over one axis in one step.
+    """The collectives over one axis in one step.
 
     Attributes:
         axis: of the layout.
         degree: its number of ranks.
-        num_bytes: `None` if no tested formula covers this run.
+        num_bytes: that a rank sends; `None` if no tested formula covers this run.
         what: that is sent, or the reason why it is not counted.
+        calls: that send the bytes.
     """
 
     axis: str
     degree: int
     num_bytes: float | None
     what: str
+    calls: tuple[StepCall, ...] = ()
+
+
+_Listed = tuple[list[StepCall] | None, str]
 
 
 def plan_recipe_traffic(recipe: Recipe, layout: Layout, vocab_size: int | None = None) -> list[AxisTraffic]:
@@ -57,90 +71,121 @@ def plan_recipe_traffic(recipe: Recipe, layout: Layout, vocab_size: int | None =
             )
     parameters = list_parameters(recipe, vocab_size)
     rows = {
-        "dp_replicate": _plan_replicas,
-        "dp_shard": _plan_shards,
-        "cp": _plan_cp,
-        "tp": _plan_tp,
-        "ep": _plan_ep,
+        "dp_replicate": _list_replicas,
+        "dp_shard": _list_shards,
+        "cp": _list_cp,
+        "tp": _list_tp,
+        "ep": _list_ep,
     }
     found = []
     for axis, degree in layout.list_several().items():
-        counted: _Counted = (None, "a rank's part of the model depends on where pp cuts it")
+        listed: _Listed = (None, "a rank's part of the model depends on where pp cuts it")
         if layout.pp == 1:
-            counted = rows[axis](recipe, layout, parameters)
-        found.append(AxisTraffic(axis, degree, *counted))
+            listed = rows[axis](recipe, layout, parameters)
+        calls, what = listed
+        num_bytes = None if calls is None else count_sent(calls)
+        found.append(AxisTraffic(axis, degree, num_bytes, what, tuple(calls or ())))
     return found
 
 
-_Counted = tuple[float | None, str]
+def list_blocks(recipe: Recipe, layout: Layout) -> list[tuple[int, int]]:
+    """Return each data rank's block of microbatches, as `data/share.py` distributes them."""
+    size, num_larger = divmod(count_microbatches(recipe), layout.dp)
+    starts = [rank * size + min(rank, num_larger) for rank in range(layout.dp + 1)]
+    return list(pairwise(starts))
 
 
-def _count_microbatches(recipe: Recipe, layout: Layout) -> int:
-    num_microbatches = -(-recipe.train.global_batch_size // recipe.train.microbatch_size)
-    return -(-num_microbatches // layout.dp)
+def count_microbatches(recipe: Recipe) -> int:
+    """Return the microbatches of a global batch."""
+    return -(-recipe.train.global_batch_size // recipe.train.microbatch_size)
 
 
-def _count_samples(recipe: Recipe, layout: Layout) -> int:
-    """Return the samples of a rank per step."""
-    own = _count_microbatches(recipe, layout) * recipe.train.microbatch_size
-    return min(own, recipe.train.global_batch_size)
+def _count_own_microbatches(recipe: Recipe, layout: Layout) -> int:
+    return -(-count_microbatches(recipe) // layout.dp)
 
 
-def _plan_dp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> dict[str, float]:
-    shard, width = recipe.shard, 8 if recipe.train.dtype == "fp64" else 4
+def _list_samples(recipe: Recipe, layout: Layout) -> dict[int, int]:
+    """Return the sizes of the rank's microbatches in samples, and how many have each size."""
+    size, left = recipe.train.microbatch_size, recipe.train.global_batch_size
+    own = range(_count_own_microbatches(recipe, layout))
+    return Counter(min(size, left - number * size) for number in own)
+
+
+def _number_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a number of a parameter or gradient."""
+    return 8 if recipe.train.dtype == "fp64" else 4
+
+
+def _bucket_bytes(recipe: Recipe) -> int:
+    return max(1, int(recipe.ddp.bucket_cap_mb * (1 << 20)))
+
+
+def _list_data(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> dict[str, list[StepCall]]:
+    shard, number = recipe.shard, _number_bytes(recipe)
     keeps = shard.reshard_after_forward
     sizes = Sizes(
-        parameter=width,
-        gathered=width if shard.param_dtype == "none" else 2,
-        num_microbatches=_count_microbatches(recipe, layout),
+        parameter=number,
+        gathered=number if shard.param_dtype == "none" else 2,
+        num_microbatches=_count_own_microbatches(recipe, layout),
         keeps_gathered=None if keeps == "auto" else not keeps,
     )
-    return plan_traffic(parameters, layout, sizes)
+    return list_data_calls(parameters, layout, sizes, _bucket_bytes(recipe))
 
 
-def _plan_replicas(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Counted:
+def _list_replicas(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:
     if recipe.compress.kind != "none":
         return None, "compressed gradients have no tested formula"
     if recipe.train.reduction == "fast":
-        return _plan_dp(recipe, layout, parameters)["dp_replicate"], "gradients, once per step"
+        return _list_data(recipe, layout, parameters)["dp_replicate"], "gradients, once per step"
     if layout.dp_shard > 1 or layout.ep > 1:
         return None, "exact sums of shards and experts have no tested formula; train.reduction=fast has one"
-    # Of the rank's chunks of each subtree, and of the sum, to all others (`comm/exchange.py`).
-    num_subtrees = _count_microbatches(recipe, layout).bit_count()
-    whole = sum(math.prod(p.divide(layout.tp)) for p in parameters)
-    width = 8 if recipe.train.dtype == "fp64" else 4
-    sent = (num_subtrees + 1) * (layout.dp - 1) / layout.dp * whole * width
-    return sent, "gradients, once per step; by messages (in shared memory: none)"
+    first, stop = list_blocks(recipe, layout)[0]
+    calls = list_exact_calls(
+        parameters,
+        layout,
+        num_subtrees=count_subtrees(first, stop, count_microbatches(recipe)),
+        number=_number_bytes(recipe),
+        bucket_bytes=_bucket_bytes(recipe),
+    )
+    return calls, "gradients, once per step; by messages (in shared memory: none)"
 
 
-def _plan_shards(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Counted:
+def _list_shards(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:
     if recipe.compress.kind != "none":
         return None, "compressed gradients have no tested formula"
     if recipe.train.reduction == "exact":
         return None, "exact sums of shards have no tested formula; train.reduction=fast has one"
-    return _plan_dp(recipe, layout, parameters)["dp_shard"], "parameters, and gradients for their shards"
+    return _list_data(recipe, layout, parameters)["dp_shard"], "parameters, and gradients for their shards"
 
 
-def _plan_tp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Counted:
+def _list_tp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:
     if reason := _doubt(recipe, layout):
         return None, reason
     if recipe.model.kind != "gpt" or layout.cp > 1 or layout.ep > 1:
         return None, "counted for gpt, without cp and ep"
     assert isinstance(recipe.model, DecoderFields)
     assert isinstance(recipe.data, TextData)
-    tokens = _count_samples(recipe, layout) * recipe.data.seq_len
-    width = tokens * recipe.model.hidden
-    blocks = plan_tp_traffic(layout, num_blocks=recipe.model.layers, num_numbers=width)
-    # The sum behind the embedding, that of the gradient of the head's input, and three numbers per token of
-    # the loss.
-    ends = 4 * 2 * (layout.tp - 1) / layout.tp * (2 * width + 3 * tokens)
-    what = "activations, forward and backward"
+    n, calls = layout.tp, list[StepCall]()
+    for num_samples, times in _list_samples(recipe, layout).items():
+        tokens = num_samples * recipe.data.seq_len
+        width = tokens * recipe.model.hidden
+        calls += list_tp_calls(
+            layout, num_blocks=recipe.model.layers, num_numbers=width, num_microbatches=times
+        )
+        # The sum behind the embedding, and that of the gradient of the head's input.
+        calls.append(all_reduce(4 * width, "tp", n, 2 * times))
+        # Of the loss: the largest number of each token, then the sum of its weights and the chosen one.
+        calls += [all_reduce(4 * numbers * tokens, "tp", n, times) for numbers in (1, 2)]
+        if layout.sequence:
+            calls.append(all_gather(4 * width, "tp", n, 2 * times))
     if layout.sequence:
-        what += "; without the gathers at both ends, and norms once per step"
-    return blocks + ends, what
+        # Each rank has the gradients of its part of the sequence.
+        norms = [p for p in parameters if p.block and p.tp_dim is None]
+        calls.append(all_reduce(_own_bytes(norms, layout), "tp", n))
+    return calls, "activations, forward and backward"
 
 
-def _plan_cp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Counted:
+def _list_cp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:
     if reason := _doubt(recipe, layout):
         return None, reason
     if not isinstance(recipe.model, DecoderFields) or layout.tp > 1:
@@ -148,36 +193,52 @@ def _plan_cp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Co
     if layout.cp_by == "auto":
         return None, "counted for a layout.cp_by other than auto"
     assert isinstance(recipe.data, TextData)
-    model = recipe.model
-    numbers = _count_samples(recipe, layout) * recipe.data.seq_len * model.hidden
-    sent = plan_cp_traffic(
-        layout,
-        num_blocks=model.layers,
-        num_numbers=numbers,
-        num_keys=numbers // model.heads * (model.kv_heads or model.heads),
-        num_mixtures=_count_mixtures(recipe),
-    )
-    return sent, "activations, keys and values; without the sum of gradients once per step"
+    model, calls = recipe.model, list[StepCall]()
+    for num_samples, times in _list_samples(recipe, layout).items():
+        numbers = num_samples * recipe.data.seq_len * model.hidden
+        calls += list_cp_calls(
+            layout,
+            num_blocks=model.layers,
+            num_numbers=numbers,
+            num_keys=numbers // model.heads * (model.kv_heads or model.heads),
+            num_mixtures=len(_list_mixtures(recipe)),
+            num_microbatches=times,
+        )
+    # Each rank has the gradients of its part of the sequence, except in a mixture, which gets whole ones.
+    mixtures = tuple(f"layers.{number}.mlp." for number in _list_mixtures(recipe))
+    partial = [p for p in parameters if p.block and not p.name.startswith(mixtures)]
+    calls.append(all_reduce(_own_bytes(partial, layout), "cp", layout.cp))
+    return calls, "activations, keys and values; gradients once per step"
 
 
-def _plan_ep(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Counted:
+def _list_ep(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:
     assert isinstance(recipe.model, MoeModel)
     assert isinstance(recipe.data, TextData)
     if recipe.train.dtype not in ("fp32", "bf16"):
         return None, "counted for fp32 and bf16"
-    sent = plan_ep_traffic(
-        layout,
-        num_mixtures=_count_mixtures(recipe),
-        num_rows=_count_samples(recipe, layout) * recipe.data.seq_len * recipe.model.experts_per_token,
-        width=recipe.model.hidden,
-        number=2 if recipe.train.dtype == "bf16" else 4,
-    )
-    return sent, "tokens to experts and back, if all experts are equally full"
+    calls = list[StepCall]()
+    for num_samples, times in _list_samples(recipe, layout).items():
+        calls += list_ep_calls(
+            layout,
+            num_mixtures=len(_list_mixtures(recipe)),
+            num_rows=num_samples * recipe.data.seq_len * recipe.model.experts_per_token,
+            width=recipe.model.hidden,
+            num_experts=recipe.model.experts,
+            num_microbatches=times,
+            number=2 if recipe.train.dtype == "bf16" else 4,
+        )
+    return calls, "tokens to experts and back, if all experts are equally full"
 
 
-def _count_mixtures(recipe: Recipe) -> int:
+def _own_bytes(parameters: list[Parameter], layout: Layout) -> int:
+    """Return the bytes of the rank's part of parameters in fp32."""
+    return 4 * sum(count_own(p.divide(layout.tp), layout.dp_shard) for p in parameters)
+
+
+def _list_mixtures(recipe: Recipe) -> range:
+    """Return the numbers of the blocks that have a mixture."""
     model = recipe.model
-    return model.layers - model.dense_layers if isinstance(model, MoeModel) else 0
+    return range(model.dense_layers, model.layers) if isinstance(model, MoeModel) else range(0)
 
 
 def _doubt(recipe: Recipe, layout: Layout) -> str | None:

@@ -16,6 +16,7 @@ which sends the same). Bytes are those that one rank sends on a ring, as in `pla
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ from torch import Tensor
 
 from paceline import Trainer
 from paceline.models.gpt import Gpt
+from paceline.plan.calls import StepCall
 from paceline.plan.memory import Sizes
 from paceline.plan.parameters import list_parameters
 from paceline.plan.traffic import plan_tp_traffic, plan_traffic
-from paceline.plan.traffic_table import plan_recipe_traffic
+from paceline.plan.traffic_table import AxisTraffic, plan_recipe_traffic
 from paceline.recipe import Layout, Recipe, parse_recipe
 from tests.dist import recorder
 from tests.dist.pool import Pool
@@ -81,7 +83,7 @@ def sum_losses(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
 
-def build_trainer(layout: str) -> Trainer:
+def build_trainer(layout: str, bucket_cap_mb: float = 25.0, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     ids = torch.zeros(2, LENGTH, dtype=torch.int64)
     return Trainer(
@@ -91,15 +93,18 @@ def build_trainer(layout: str) -> Trainer:
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], fused=True),
         layout=layout,
         example={"ids": ids, "targets": ids},
-        reduction="fast",
         microbatch_size=SAMPLES,
         clip_norm=1.0,
+        ddp={"bucket_cap_mb": bucket_cap_mb},
+        **{"reduction": "fast", **settings},
     )
 
 
-def read_steps(world: Any, layout: str, rounds: tuple[int, ...]) -> list[list[Sent]]:
+def read_steps(
+    world: Any, layout: str, rounds: tuple[int, ...], bucket_cap_mb: float = 25.0
+) -> list[list[Sent]]:
     """Return by number of microbatches per rank the collectives of one step after the first ones."""
-    trainer = build_trainer(layout)
+    trainer = build_trainer(layout, bucket_cap_mb)
     tokens = torch.randint(VOCAB, (64, LENGTH))
     data = [{"ids": each, "targets": each.roll(-1)} for each in tokens]
     dp = world.world_size // Layout.parse(layout).tp
@@ -147,13 +152,31 @@ def plan_bytes(layout: str, k: int) -> float:
     return of_blocks + k * 4 * 2 * ring * (2 * ACTIVATION + 3 * TOKENS)
 
 
-def plan_row(layout: str, k: int, axis: str) -> float | None:
-    """Return the bytes in the table of `paceline plan traffic`."""
+def find_row(layout: str, k: int, axis: str, bucket_cap_mb: float = 25.0) -> AxisTraffic:
+    """Return the row in the table of `paceline plan traffic`."""
     degrees = Layout.parse(layout).close()
     sets = [f"train.global_batch_size={k * degrees.dp * SAMPLES}", 'train.reduction="fast"']
-    recipe = build_recipe(sets)
-    rows = plan_recipe_traffic(recipe, degrees, VOCAB)
-    return {row.axis: row.num_bytes for row in rows}[axis]
+    recipe = build_recipe([*sets, f"ddp.bucket_cap_mb={bucket_cap_mb}"])
+    return {row.axis: row for row in plan_recipe_traffic(recipe, degrees, VOCAB)}[axis]
+
+
+def plan_row(layout: str, k: int, axis: str) -> float | None:
+    return find_row(layout, k, axis).num_bytes
+
+
+def count_planned(calls: Sequence[StepCall]) -> Counter[tuple[str, float]]:
+    """Return the calls as the library sees them, by kind and numbers of the input; a reduce-scatter is an
+    all-to-all and an addition."""
+    found: Counter[tuple[str, float]] = Counter()
+    for call in calls:
+        kind = call.operation.replace("reduce_scatter", "all_to_all")
+        numbers = call.num_bytes / 4 / (call.num_ranks if kind == "all_gather" else 1)
+        found[kind, numbers] += call.times
+    return found
+
+
+def count_seen(sent: Sequence[Sent]) -> Counter[tuple[str, float]]:
+    return Counter((each.kind, float(each.numel)) for each in sent)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -167,8 +190,10 @@ def test_one_sum_per_attention_and_feed_forward_and_pass(ranks: Pool, tp: int) -
             # Each rank sends its own to every other.
             assert [kind for kind, _ in agreed] == ["all_to_all", "all_to_all"]
             assert agreed[1] == ("all_to_all", tp)
-            total = sum(each.num_bytes(tp) for each in sent if each.dtype == "Float")
+            floats = [each for each in sent if each.dtype == "Float"]
+            total = sum(each.num_bytes(tp) for each in floats)
             assert total == plan_bytes(f"tp={tp}", k) == plan_row(f"tp={tp}", k, "tp")
+            assert count_seen(floats) == count_planned(find_row(f"tp={tp}", k, "tp").calls)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -186,7 +211,11 @@ def test_along_the_sequence_blocks_send_the_same_bytes(ranks: Pool, tp: int) -> 
             assert norms == ("all_reduce", 2 * LAYERS * HIDDEN)
             assert activations == [*forward, *LOSS, *backward] * k
             assert len(agreed) == 2
-            total = sum(each.num_bytes(tp) for each in sent if each.dtype == "Float")
+            floats = [each for each in sent if each.dtype == "Float"]
+            total = sum(each.num_bytes(tp) for each in floats)
+            row = find_row(f"tp={tp} sequence=true", k, "tp")
+            assert total == row.num_bytes
+            assert count_seen(floats) == count_planned(row.calls)
             gathers = 2 * k * Sent("", *gather, "Float").num_bytes(tp)
             ends = gathers + Sent("", *norms, "Float").num_bytes(tp)
             assert total - ends == plan_bytes(f"tp={tp} sequence=true", k)
@@ -214,7 +243,10 @@ def test_shards_of_parts_send_the_parts_only(ranks: Pool, zero: int) -> None:
                 ]
                 for words in (layout, f"dp_shard=2 zero={zero} dp_replicate=2")
             ]
-            assert measured == plans[0] == plan_row(layout, k, "dp_shard")
+            row = find_row(layout, k, "dp_shard")
+            assert measured == plans[0] == row.num_bytes
+            seen = count_seen([each for each in sent if each.axis == "dp_shard"])
+            assert seen == count_planned(row.calls)
             assert 0.5 < plans[0] / plans[1] < 0.51, "of half of the matrices and of all norms"
             assert {each.axis for each in sent} == {"dp_shard", "tp", "world"}
             sums = [each for each in sent if each.axis == "tp" and each.numel == ACTIVATION]
@@ -244,3 +276,55 @@ def test_replicas_sum_once_per_step(ranks: Pool, layout: str) -> None:
             # Without no_sync four microbatches would send it four times.
             assert gradients == plan
             assert plan_row(layout, 1, "dp_replicate") == plan
+
+
+@pytest.mark.parametrize(
+    ("layout", "cap_mb", "num_calls"),
+    [
+        ("dp_replicate=2", 0.01, 23),
+        ("dp_replicate=2", 0.1, 6),
+        ("dp_replicate=2", 25.0, 1),
+        ("dp_replicate=2 dp_shard=2", 25.0, LAYERS + 1),
+    ],
+)
+def test_gradients_travel_in_the_planned_calls(
+    ranks: Pool, layout: str, cap_mb: float, num_calls: int
+) -> None:
+    degrees = Layout.parse(layout)
+    calls = find_row(layout, 1, "dp_replicate", cap_mb).calls
+    assert len(calls) == num_calls
+    axis = "dp_replicate" if degrees.dp_shard > 1 else "world"
+    for (sent,) in ranks.run(read_steps, degrees.dp, (layout, (1,), cap_mb), env=RECORD):
+        own = [each for each in sent if (each.axis, each.dtype) == (axis, "Float")]
+        summed = [each for each in own if each.kind == "all_reduce"]
+        assert count_seen(summed) == count_planned(calls)
+        if degrees.dp_shard == 1:
+            assert [4.0 * each.numel for each in summed] == [call.num_bytes for call in calls], "in order"
+
+
+def count_exact(world: Any, num_samples: int, cap_mb: float) -> list[int]:
+    """Return the bytes that this rank sends in exact sums in two steps by messages."""
+    trainer = build_trainer("", cap_mb, reduction="exact", algorithm={"exact_sum": "direct"})
+    tokens = torch.randint(VOCAB, (64, LENGTH))
+    data = [{"ids": each, "targets": each.roll(-1)} for each in tokens]
+    shares = iter(trainer.loader(data, global_batch_size=num_samples, shuffle=False))
+    exact = trainer._updates["model"].runner._exact
+    found = []
+    for _ in range(2):
+        before = exact.exchange.sent_bytes
+        trainer.step(next(shares))
+        found.append(exact.exchange.sent_bytes - before)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "num_samples", "cap_mb"), [(2, 12, 25.0), (2, 8, 0.01), (3, 14, 0.1)])
+def test_exact_sums_send_what_the_row_says(
+    ranks: Pool, num_ranks: int, num_samples: int, cap_mb: float
+) -> None:
+    sets = [f"train.global_batch_size={num_samples}", f"ddp.bucket_cap_mb={cap_mb}"]
+    [row] = plan_recipe_traffic(build_recipe(sets), Layout(num_ranks), VOCAB)
+    sent = ranks.run(count_exact, num_ranks, (num_samples, cap_mb))[0]
+    assert row.num_bytes is not None
+    # Chunks of a vector differ by a number if the ranks do not divide it.
+    slack = 0 if num_ranks == 2 else 100
+    assert sent == [pytest.approx(row.num_bytes, rel=0, abs=slack)] * 2
