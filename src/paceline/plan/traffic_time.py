@@ -10,11 +10,12 @@ counts as a machine, whose ranks can share memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import PacelineError
-from paceline.plan.calls import list_call_groups, time_call
+from paceline.plan.calls import StepCall, list_call_groups, time_call
 from paceline.plan.exact_sums import (
     count_subtrees,
     list_exact_phases,
@@ -89,11 +90,15 @@ def _time_row(row: AxisTraffic, recipe: Recipe, layout: Layout, found: MeasuredL
             return TimedTraffic(row, None, placed)
         row = placed
     total_s = 0.0
+    # Blocks of a model are alike, and messages between all of many ranks take long to list.
+    times: Counter[StepCall] = Counter()
     for call in row.calls:
+        times[replace(call, times=1)] += call.times
+    for call, count in times.items():
         call_s = time_call(call, list_call_groups(layout, call.over), found.nodes, found.links)
         if call_s is None:
             return TimedTraffic(row, None, "predicted where all groups of the axis lie on nodes alike")
-        total_s += call.times * call_s
+        total_s += count * call_s
     return TimedTraffic(row, total_s)
 
 
