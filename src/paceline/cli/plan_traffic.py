@@ -26,7 +26,7 @@ _NOT_COUNTED = (
 
 def add_traffic(kinds: Any) -> None:
     """Add `traffic` to what `paceline plan` can do."""
-    text = "bytes that a rank sends per step, by axis of a recipe's layout"
+    text = "bytes and seconds of a step's communication, by axis of a recipe's layout"
     parser = kinds.add_parser("traffic", help=text, description=_DESCRIPTION)
     parser.add_argument("recipe", metavar="RECIPE", help="a .toml file, for example recipes/gpt-stdlib.toml")
     parser.add_argument(
