@@ -13,6 +13,7 @@ from paceline import generators
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content import full
 from paceline.generators import (
+    GeneratorCopier,
     find_python_words,
     preserved_generators,
     read_generators,
@@ -156,3 +157,27 @@ def test_a_state_of_another_device_is_ignored() -> None:
     state = read_generators(CPU)
     write_generators(state | {"cuda": torch.zeros(16, dtype=torch.uint8)}, CPU)
     assert "cuda" not in state
+
+
+def test_generators_are_copied_as_a_save_reads_them() -> None:
+    copier = GeneratorCopier()
+
+    def compare() -> None:
+        found, expected = copier.copy().describe(), read_generators(CPU)
+        assert torch.equal(found["torch"], expected["torch"])
+        np.testing.assert_equal(found["numpy"], expected["numpy"])
+        np.testing.assert_equal(found["python"], expected["python"])
+
+    compare()
+    for draw in (
+        lambda: torch.rand(3),
+        lambda: np.random.rand(),
+        lambda: np.random.normal(),  # caches a second one
+        lambda: np.random.normal(),  # and uses it, which changes nothing else
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+        lambda: np.random.seed(3),
+    ):
+        draw()
+        compare()
+        compare()
