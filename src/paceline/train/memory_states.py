@@ -15,11 +15,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from paceline.errors import PacelineError
-from paceline.train.state.memory_saves import IMPOSSIBLE
+from paceline.train.state.memory_saves import IMPOSSIBLE, may_restart
 from paceline.train.state.transfer import gather
 from paceline.world import World
 
@@ -101,9 +100,3 @@ class MemoryStates:
                     error.saw,
                     error.code,
                 )
-
-
-def may_restart(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher that started this rank may start it again, by the agent's environment."""
-    number = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
-    return "TORCHELASTIC_RUN_ID" in environ and number.isdigit() and int(number) > 0

@@ -295,7 +295,7 @@ class Saving:
         digest = why_not = ""
         with caught() as raised:
             if self.mode == SHARDED:
-                prepared, digest = prepare_share(self._world, state)
+                prepared, digest = prepare_share(self._world.rank, state)
             else:
                 prepared = prepare_full(self._world, state)
         plans = [] if prepared is None else prepared.list_files()
@@ -331,7 +331,7 @@ class Saving:
 
     def _measure(self, state: RunState) -> int:
         """Return about how many bytes this rank writes."""
-        share, _ = prepare_share(self._world, state)
+        share, _ = prepare_share(self._world.rank, state)
         if self.mode == SHARDED:
             return sum(tensor.numel() * tensor.element_size() for tensor in share.tensors.values())
         return share.num_bytes if self._world.is_main else 0

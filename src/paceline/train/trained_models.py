@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.pipeline.timeline import Timeline
+from paceline.recipe.layout import Layout
+from paceline.train.building import no_pipeline_error
+from paceline.train.runners.staged import StagedRunner
 from paceline.train.update import GradientHook, Update
 from paceline.world import World
 
@@ -19,9 +24,17 @@ class TrainedModels:
         world: the ranks.
         models: by name, laid out.
         updates: those that have an optimizer, by the same names.
+        layout: resolved.
     """
 
-    def __init__(self, world: World, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> None:
+    def __init__(
+        self,
+        world: World,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        layout: Layout,
+    ) -> None:
+        self.layout, self._went_apart = layout, False
         self.world = world
         self.models = dict(models)
         self._updates = dict(updates)
@@ -90,6 +103,35 @@ class TrainedModels:
         if self.world.is_main:
             persistent = plain.state_dict().keys()
             plain.load_state_dict({name: state[name] for name in persistent})
+
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Make steps inside the context compute this rank's share without communication, to measure its cost.
+
+        The ranks' weights diverge, so the trainer can then only be used for measuring: `save` raises PL433.
+        `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.
+        """
+        self._went_apart = True
+        with ExitStack() as stack:
+            for update in self._updates.values():
+                stack.enter_context(update.silenced())
+            yield
+
+    @contextmanager
+    def recording_actions(self) -> Iterator[Timeline]:
+        """Record when this rank does the actions of the steps inside, to measure the waits of a pipeline.
+
+        Raises:
+            PacelineError: PL493 without `pp`.
+        """
+        runner = next(iter(self._updates.values())).runner
+        if not isinstance(runner, StagedRunner):
+            raise no_pipeline_error(self.layout)
+        runner.timeline = Timeline(self.world.wait_for_device)
+        try:
+            yield runner.timeline
+        finally:
+            runner.timeline = None
 
     def count_parameters(self, model: str = "model") -> int:
         """Return the number of a model's parameters, trained and frozen, independent of the layout."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
-from paceline.pipeline.timeline import Timeline
 from paceline.recipe import Layout
 from paceline.recipe.schema import AlgorithmSection, CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
@@ -40,7 +38,6 @@ from paceline.train.building import (
     build_model,
     build_updates,
     call_model,
-    no_pipeline_error,
     sync_batchnorm_error,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -51,7 +48,6 @@ from paceline.train.phases import Phases
 from paceline.train.precision import Precision
 from paceline.train.probe import explain_single_sample
 from paceline.train.recording import SkippedSteps
-from paceline.train.runners.staged import StagedRunner
 from paceline.train.same_settings import (
     StepSettings,
     all_ranks,
@@ -61,6 +57,7 @@ from paceline.train.same_settings import (
     read_hyperparameters,
 )
 from paceline.train.saving import SaveHandle, Saving, refuse_saving
+from paceline.train.state.last_step import LastStep
 from paceline.train.state.saver import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
@@ -127,6 +124,8 @@ class Trainer(TrainedModels):
             Either loads under any layout.
         checkpoint_copies: where nodes have disks of their own, the number of disks that get each file of a
             checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
+        memory_on_failure: if another rank ends, keep the last complete step in memory for ranks that the
+            launcher starts again, where replicas hold all of it. Costs microseconds per step.
         asynchronous_saves: write checkpoints while training goes on, from a copy of what each rank writes.
         max_failed_saves: saves in a row that the disk may refuse before PL508 ends the run.
         tensorboard: write event files into the run's folder.
@@ -168,6 +167,7 @@ class Trainer(TrainedModels):
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
         checkpoint_copies: int | Literal["auto"] = "auto",
+        memory_on_failure: bool = True,
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
         tensorboard: bool = False,
@@ -212,7 +212,7 @@ class Trainer(TrainedModels):
             seed=given.seed,
         )
         updates = build_updates(built, given.optimizers, settings, world.world_size)
-        super().__init__(world, {name: each.model for name, each in built.items()}, updates)
+        super().__init__(world, {name: each.model for name, each in built.items()}, updates, self.layout)
         self._start_run(laying_out.ddp.bucket_cap_mb)
         world.on_close(self.close)
 
@@ -250,6 +250,16 @@ class Trainer(TrainedModels):
             microbatch_size=given.microbatch_size,
         )
         self._records = given.build_records(self.world, self.layout)
+        self._last_step = LastStep(
+            self.world,
+            self.layout,
+            self.models,
+            self._updates,
+            self._statistics,
+            self._saver,
+            self._records,
+            is_wanted=given.memory_on_failure and given.comm_hook is None,
+        )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan
@@ -257,7 +267,7 @@ class Trainer(TrainedModels):
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
         self._raw_batches = RawBatches(self._dp)
         self._requests = StopRequests()
-        self._stop_signum, self._went_apart = 0, False
+        self._stop_signum = 0
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 
     @property
@@ -358,6 +368,7 @@ class Trainer(TrainedModels):
                 if (saved := self._saver.tracked.take_loader_state(name)) is not None:
                     loader.load_state_dict(saved)
         self._records.begin(Path(folder), self.step_number)
+        self._last_step.reset()
         self._last_step_end_s = time.perf_counter()
         return self.step_number
 
@@ -379,6 +390,7 @@ class Trainer(TrainedModels):
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+        self._last_step.note(self._describe_progress)
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
@@ -413,7 +425,8 @@ class Trainer(TrainedModels):
             PacelineError: PL417 to PL419 if ranks differ in settings or weights, or have the same samples;
                 PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
-        self.leave_if_asked()  # at the begin: its checkpoint has what the loop did after the last step
+        # At the begin: its checkpoint has what the loop did after the last step.
+        self.leave_if_asked(has_batch=True)
         self._saver.check_complete()
         if isinstance(batch, Share):
             share = batch
@@ -430,6 +443,7 @@ class Trainer(TrainedModels):
             (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
             tuple(read_hyperparameters(u.optimizer) for u in updates),
         )
+        self._last_step.begin_step()
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
 
@@ -468,6 +482,7 @@ class Trainer(TrainedModels):
         times = self._saver.end_step()
         self._records.write_step(step, self.num_samples, self._updates.values(), times)
         self._skipped.count(step)
+        self._last_step.end_step()
         return step
 
     def find_random_draws(self, batch: Share) -> list[Finding]:
@@ -512,42 +527,17 @@ class Trainer(TrainedModels):
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
 
-    @contextmanager
-    def without_communication(self) -> Iterator[None]:
-        """Make steps inside the context compute this rank's share without communication, to measure its cost.
-
-        The ranks' weights diverge, so the trainer can then only be used for measuring: `save` raises PL433.
-        `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.
-        """
-        self._went_apart = True
-        with ExitStack() as stack:
-            for update in self._updates.values():
-                stack.enter_context(update.silenced())
-            yield
-
-    @contextmanager
-    def recording_actions(self) -> Iterator[Timeline]:
-        """Record when this rank does the actions of the steps inside, to measure the waits of a pipeline.
-
-        Raises:
-            PacelineError: PL493 without `pp`.
-        """
-        runner = next(iter(self._updates.values())).runner
-        if not isinstance(runner, StagedRunner):
-            raise no_pipeline_error(self.layout)
-        runner.timeline = Timeline(self.world.wait_for_device)
-        try:
-            yield runner.timeline
-        finally:
-            runner.timeline = None
-
-    def leave_if_asked(self) -> None:
+    def leave_if_asked(self, *, has_batch: bool = False) -> None:
         """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
 
         Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
         example an average of weights.
+
+        Args:
+            has_batch: whether the loop has the next step's batch.
         """
         self._requests.install()
+        self._last_step.note(self._describe_progress, again=not has_batch)
         if not self._stop_signum:
             return
         saved = None
@@ -560,6 +550,7 @@ class Trainer(TrainedModels):
 
     def close(self) -> None:
         """Close files and restore the signal handlers; `World.close` calls it."""
+        self._last_step.hand_over(self.world.error)  # before a stop signal could end this process
         self._requests.remove()
         for update in self._updates.values():
             update.close()

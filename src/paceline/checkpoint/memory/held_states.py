@@ -52,6 +52,8 @@ class HeldShare:
         files: name, first byte in the memory and number of bytes.
         digests: of tensors that other ranks hold too.
         rows: of writer 0, the rows of metrics that not all disks have yet; see `train/follow.py`.
+        last_rows: of a state that was kept because a rank had ended, the rows of metrics of the last steps;
+            `None` for other states.
     """
 
     step: int
@@ -63,6 +65,7 @@ class HeldShare:
     files: list[tuple[str, int, int]]
     digests: list[Digests]
     rows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    last_rows: str | None = None
 
     def dump(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -211,9 +214,9 @@ def _list_keepers(folder: Path, home_pid: int) -> Iterator[tuple[int, tuple[bool
             ours = [str(home_pid).encode(), os.fsencode(folder)]
             if MARKER.encode() not in words[:4] or words[-3:-1] != ours:
                 continue
-            table = _read_index(entry)
-            if table is None:
-                yield int(entry), (True, [])
+            has_index, table = _read_index(entry)
+            if table is None:  # a keeper without an index is still starting
+                yield int(entry), (has_index, [])
                 continue
             if table["home"] != home:
                 continue
@@ -225,8 +228,11 @@ def _list_keepers(folder: Path, home_pid: int) -> Iterator[tuple[int, tuple[bool
             yield int(entry), (bool(table["final"]), held)
 
 
-def _read_index(pid: str) -> dict[str, Any] | None:
-    """Return a keeper's index; while it is replaced there may be two, and one not yet whole."""
+def _read_index(pid: str) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether a keeper has an index, and the index, or `None` if it was altered.
+
+    While it is replaced there may be two, and one not yet whole.
+    """
     has_index = False
     for _ in range(20):
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -236,8 +242,8 @@ def _read_index(pid: str) -> dict[str, Any] | None:
                     continue
                 has_index = True
                 found: dict[str, Any] = unpack_index(Path(path).read_bytes())
-                return found
+                return True, found
         time.sleep(0.02)
     if has_index:
         log.warning("The index of a memory keeper (process %s) was altered. It is not used. [PL560]", pid)
-    return None
+    return has_index, None

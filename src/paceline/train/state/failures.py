@@ -18,6 +18,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder, files
 from paceline.checkpoint.memory.held_states import put_aside
@@ -116,7 +117,7 @@ class Failures:
             step: the one after the last complete step.
             error: `None` if it ends without one.
         """
-        if self._source and error is not None and may_come_from_state(error):
+        if error is not None and may_come_from_state(error):
             with suppress(OSError):
                 path = self._checkpoints.path / f"{_NOTE}{self._world.rank:05d}"
                 path.write_text(json.dumps([step, self._source]) + "\n", encoding="utf-8")
@@ -145,7 +146,8 @@ class Failures:
         notes = []
         for path in sorted(folder.glob(f"{_NOTE}*")):
             with suppress(OSError, ValueError, TypeError):
-                notes.append(FailedStart(*json.loads(path.read_bytes())))
+                note = FailedStart(*json.loads(path.read_bytes()))
+                notes += [note] if note.source else []  # a start from scratch has no checkpoint to blame
             with suppress(OSError):
                 path.unlink()
         history = []
@@ -166,6 +168,15 @@ class Failures:
     def _tell(self, text: str, *values: object) -> None:
         if self._world.is_main:
             log.warning(text, *values)
+
+
+def failed_by_itself(folder: Path) -> bool:
+    """Return whether some rank of the last start has noted an error; before `settle`.
+
+    Args:
+        folder: of the checkpoints.
+    """
+    return next(folder.glob(f"{_NOTE}*"), None) is not None
 
 
 def may_come_from_state(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class MemorySaves:
         digest, content, wanted, num_bytes = "", "", 0, 0
         with caught() as raised:
             self._finish()
-            share, digest = prepare_share(world, state)
+            share, digest = prepare_share(world.rank, state)
             plans, late, content = share.list_files(), share.late, share.content
             if self._keeper is None:
                 self._start(folder)
@@ -274,7 +274,7 @@ class MemorySaves:
         self.interval = MemoryInterval()
 
     def _start(self, folder: Path) -> None:
-        reason = _why_not()
+        reason = find_obstacle()
         if reason:
             raise _impossible_error(reason)
         try:
@@ -383,13 +383,19 @@ def _check_free(
             raise _short_error(num_bytes, free, max_memory, "" if keeper is None else keeper.host)
 
 
-def _why_not() -> str:
-    """Return why no memory can be kept for a restart, or ""."""
+def find_obstacle() -> str:
+    """Return why no memory can be kept for the next start, or ""."""
     if not _has_proc():
         return "this system has no /proc, which a new start needs to find the memory"
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "no launcher started these ranks, so nothing would start them again"
     return ""
+
+
+def may_restart(environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher that started this rank may start it again, by the agent's environment."""
+    number = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return "TORCHELASTIC_RUN_ID" in environ and number.isdigit() and int(number) > 0
 
 
 def _has_proc() -> bool:

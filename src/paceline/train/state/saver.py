@@ -77,6 +77,8 @@ from paceline.world import World
 
 log = logging.getLogger(__name__)
 
+NamedTensors = Mapping[str, Sequence[tuple[str, Tensor]]]
+
 
 class Saver:
     """The saving and loading of a trainer's state.
@@ -98,6 +100,7 @@ class Saver:
     Attributes:
         folder: of the run; `None` before `load`.
         saving: makes the saves.
+        survives: whether a launcher starts all ranks again, and one disk holds the run's folder.
         tracked: objects and positions of loaders that are part of the checkpoints.
         has_raw_batches: whether some batches did not come from a loader, so that the trainer's own
             microbatch size counts.
@@ -125,6 +128,7 @@ class Saver:
         self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
         self.saving = saving
+        self.survives = False
         self._copies_wanted, self._copies = copies, 1
         self._layout = layout
         self._reduction = reduction
@@ -203,7 +207,7 @@ class Saver:
         # Where nodes have disks of their own, those after the last save are on rank 0's alone.
         rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}
         self.saving.save_to_memory(
-            self.folder, counters["step"], state, self._describe(), rows, max_memory, leaving
+            self.folder, counters["step"], state, self.describe(), rows, max_memory, leaving
         )
 
     def _list_all(self, counters: dict[str, Any], *, is_sharded: bool) -> RunState:
@@ -241,7 +245,7 @@ class Saver:
             )
         note_commit = self._history.note_commit
         step: int = counters["step"]
-        return self.saving.save(folder, step, state, self._describe(), note_commit, write)
+        return self.saving.save(folder, step, state, self.describe(), note_commit, write)
 
     def end_step(self) -> SaveTimes:
         """Wait until the state of the step before is copied; after the first step, get memory ready.
@@ -281,6 +285,7 @@ class Saver:
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
         memory = MemoryOfNodes(self._world, folder)
+        self.survives = memory.starts_again and disks.is_common
         checks = SharedVerification(self._world, checkpoints)
         memory.restore(disks, checkpoints, checks, copies=self._copies, rows=self._rows)
         memory.end()
@@ -311,7 +316,7 @@ class Saver:
                 check_one_run(checkpoints.list_runs(), folder)
             self._run_id = loaded.identity.get("run", self._run_id)
             self._generation = loaded.identity.get("generation", 0) + 1
-            for finding in check_identity(loaded.identity, self._describe()):
+            for finding in check_identity(loaded.identity, self.describe()):
                 log.warning("%s", finding)
             # Checked here, where tensors are whole: a rank cannot distinguish a part from a whole tensor of a
             # smaller model.
@@ -445,21 +450,46 @@ class Saver:
 
     def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
-        # A loader that has not moved, such as one for evaluation, has no position to save.
-        loaders = {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
+        return self.describe_progress(counters) | {
+            "settings": self.describe_settings(),
+            "rng": read_generators(self._world.device),
+        }
+
+    def describe_progress(self, counters: dict[str, Any]) -> dict[str, Any]:
+        """Return what each step changes, except for tensors, generators, hooks and tracked objects."""
         return {
             "loss": counters["loss"],  # `paceline checkpoint show` prints it
             "counters": counters,
             "updates": {name: update.state_dict() for name, update in self._updates.items()},
-            "loaders": self.tracked.read_loaders(loaders),
-            "settings": self._describe_settings(loaders),
-            "rng": read_generators(self._world.device),
+            "loaders": self.tracked.read_loaders(self._moved_loaders()),
         }
+
+    def describe_settings(self) -> dict[str, Any]:
+        """Return the settings that the result depends on, of the run and of the loaders that have moved."""
+        return self._describe_settings(self._moved_loaders())
+
+    def _moved_loaders(self) -> dict[str, Loader]:
+        # A loader that has not moved, such as one for evaluation, has no position to save.
+        return {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
 
     def _parts(self) -> Parts:
         return Parts(self._models, self._updates, self._layout, self._world.rank, self._known)
 
-    def _describe(self) -> dict[str, Any]:
+    def list_last(
+        self, describe: Callable[[], dict[str, Any]], named: NamedTensors, parts: Parts
+    ) -> RunState:
+        """Return this rank's part of the state in memory, without communication.
+
+        Args:
+            describe: as in `RunState`.
+            named: by model, its parameters by full name.
+            parts: of the models.
+        """
+        pieces = {name: update.optimizer_pieces(named[name]) for name, update in self._updates.items()}
+        return RunState(parts, pieces, {}, describe, self._recipe_toml)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the identity of this start's checkpoints; rank 0's counts."""
         identity = describe_identity(
             self._world.device,
             world_size=self._world.world_size,

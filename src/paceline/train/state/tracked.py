@@ -35,6 +35,11 @@ class Tracked:
         """Names of the objects that were given."""
         return sorted(self._objects)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no objects were given."""
+        return not self._objects
+
     def add(self, objects: Mapping[str, Any]) -> None:
         """Add objects with state; give them what was loaded for them."""
         for name, value in objects.items():

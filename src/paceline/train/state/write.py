@@ -197,15 +197,20 @@ def agree_on_share(world: World, state: RunState) -> PreparedShare:
     prepared: PreparedShare | None = None
     digest = ""
     with caught() as found:
-        prepared, digest = prepare_share(world, state)
+        prepared, digest = prepare_share(world.rank, state)
     agree(gather(world, (found.error, digest)))
     assert prepared is not None
     return prepared
 
 
 @torch.no_grad()  # with gradients, a DTensor's local part goes through autograd
-def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
-    """Return this rank's share, and a digest of the holdings that all ranks have planned from."""
+def prepare_share(rank: int, state: RunState) -> tuple[PreparedShare, str]:
+    """Return a rank's share, and a digest of the holdings that all ranks have planned from.
+
+    Args:
+        rank: this one, as the layout of `state.parts` numbers it.
+        state: its part of the state.
+    """
     model = state.parts.list_model()
     named: dict[str, Any] = {}
     tied: dict[str, str] = {}
@@ -219,7 +224,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     own_tensors: dict[str, Tensor] = {}
     structures = {"optimizer": _encode(state.optimizers, "optimizer", named, own_tensors)}
     rest: dict[str, Any] = {"tracked": state.tracked}
-    if world.is_main:
+    if rank == 0:
         rest = state.describe()
         rest["tracked"] = dict(state.tracked) | rest.get("tracked", {})
     else:  # of the user's objects only what is cut; the rest is rank 0's
@@ -234,7 +239,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     parts = {}
     late = set()
     for holding, writer in zip(holdings, writers, strict=True):
-        if writer == world.rank:
+        if writer == rank:
             found = own_tensors.get(holding.name)
             tensors[holding.name] = local(own[holding.name].tensor) if found is None else found
             if _only_steps_change(state.parts, holding.name):
@@ -244,7 +249,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     held = {name: value for name, value in sorted(named.items()) if isinstance(value, HeldRows)}
     rows, rows_digest = _plan_rows(held)
     for holding, writer in rows:
-        if writer == world.rank:
+        if writer == rank:
             tensor = held[holding.name].tensor
             assert tensor is not None
             tensors[holding.name] = tensor
@@ -258,12 +263,12 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
         if name.startswith(f"{MODEL}/") or name in held:  # `tree.encode` has looked at the others
             refuse_unstorable(name.replace("/", ".", 1), value)
     num_bytes = sum(holding.num_bytes for holding in holdings)
-    if not world.is_main:
-        share = PreparedShare(world.rank, tensors, parts, num_bytes, late=frozenset(late))
+    if rank != 0:
+        share = PreparedShare(rank, tensors, parts, num_bytes, late=frozenset(late))
         return share, digest
     num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in plain.values())
     share = PreparedShare(
-        world.rank,
+        rank,
         plain | tensors,
         parts,
         num_bytes,
