@@ -39,6 +39,7 @@ from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.generators import GeneratorCopier, GeneratorCopies
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.placement import local
+from paceline.place import KEEPING, find_keeps
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import own_buffers
 from paceline.torch_seams.tensors import read_version
@@ -149,6 +150,7 @@ class LastStep:
     def reset(self) -> None:
         """Forget everything, because another state was loaded."""
         self._facts, self._note, self._num_tries, self._is_in_step = None, None, 0, False
+        self._tell_launcher(None)
         self._records.keeps_recent = False
 
     def forget(self) -> None:
@@ -203,12 +205,26 @@ class LastStep:
         """
         note, self._note = self._note, None
         if note is None or error is None or not comes_from_lost_peer(error):
+            self._tell_launcher(None)
             return
+        self._tell_launcher(KEEPING)
         thread = threading.Thread(target=self._try_to_keep, args=(note,), name="paceline-keep", daemon=True)
         thread.start()
         thread.join(_LIMIT_S)
         if thread.is_alive():
             _warn(note.step, f"the copy took longer than {_LIMIT_S:g} s")
+        self._tell_launcher(None)
+
+    def _tell_launcher(self, text: str | None) -> None:
+        """Write the file by which the launcher gives this rank time when a node is lost, or remove it."""
+        file = find_keeps(None, os.getpid())
+        if file is None or not self._is_possible:
+            return
+        with suppress(OSError):
+            if text is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.write_text(text)
 
     def _get_ready(self) -> None:
         facts = run_on_main(self._world, self._collect_facts)
@@ -234,6 +250,7 @@ class LastStep:
             self._parts = Parts(self._models, self._updates, self._layout, self._place)
             self._facts = facts
             self._records.keeps_recent = True
+            self._tell_launcher("")
 
     def _collect_facts(self) -> _Facts:
         flops = {name: update.runner.flops_per_sample for name, update in self._updates.items()}
