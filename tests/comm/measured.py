@@ -40,8 +40,8 @@ def make_links(
         classes[False] if len(nodes) > count else None,
         classes[True] if count > 1 else None,
         call_s=1e-4,
-        copy_s_per_byte=1e-10,
-        add_s_per_byte=2e-10,
+        copy=Curve((1e4, 1e8), (1e-6, 1e-2)),
+        add=Curve((1e4, 1e8), (2e-6, 2e-2)),
     )
     hosts = tuple(f"host{node}" for node in range(count))
     return MeasuredLinks(hosts, tuple(nodes), "gloo", tuple(pairs), links, 1.5)

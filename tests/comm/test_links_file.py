@@ -59,7 +59,7 @@ def edit(change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
-        ("t['paceline_links'] = 9", "paceline_links = 1"),
+        ("t['paceline_links'] = 9", "paceline_links = 2"),
         ("del t['hosts']", "'hosts' is missing"),
         ("t['nodes'] = [0, 0, 2, 2]", "do not number 2 hosts"),
         ("t['nodes'] = [0]", "do not number"),

@@ -301,9 +301,9 @@ def test_the_pick_follows_size_latency_and_nodes() -> None:
 
 def test_costs_inside_of_a_process_are_added() -> None:
     plain = predict("all_reduce", 8e6, (0, 1), FREE)
-    more = Links(FREE.same_node, FREE.between_nodes, call_s=0.25, add_s_per_byte=1e-6)
+    more = Links(FREE.same_node, FREE.between_nodes, call_s=0.25, add=Curve.line(0.0, 1e-6))
     assert predict("all_reduce", 8e6, (0, 1), more).time_s == pytest.approx(plain.time_s + 0.25 + 4)
-    copies = Links(FREE.same_node, FREE.between_nodes, copy_s_per_byte=1e-6)
+    copies = Links(FREE.same_node, FREE.between_nodes, copy=Curve.line(0.0, 1e-6))
     assert predict("all_gather", 8e6, (0, 1), copies).time_s == pytest.approx(
         predict("all_gather", 8e6, (0, 1), FREE).time_s + 8
     )

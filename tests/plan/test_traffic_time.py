@@ -19,7 +19,7 @@ from paceline.plan.calls import (
     time_call,
 )
 from paceline.plan.exact_sums import count_subtrees, list_exact_phases
-from paceline.plan.links import Link, Links
+from paceline.plan.links import Curve, Link, Links
 from paceline.plan.links_file import MeasuredLinks
 from paceline.plan.traffic_table import list_blocks, plan_recipe_traffic
 from paceline.plan.traffic_time import TimedTraffic, time_recipe_traffic
@@ -172,7 +172,7 @@ def test_exact_sums_take_the_algorithm_of_their_ranks() -> None:
 
 
 def test_exact_sums_with_links_take_the_fastest(tmp_path: Path) -> None:
-    slow = replace(make_links((0, 0)), links=replace(make_links((0, 0)).links, copy_s_per_byte=1.0))
+    slow = replace(make_links((0, 0)), links=replace(make_links((0, 0)).links, copy=Curve.line(0.0, 1.0)))
     layout = "layout.dp_replicate=2"
     names = [
         time_rows(slow, layout, *more)["dp_replicate"].traffic.calls[0].algorithm
@@ -220,7 +220,7 @@ def test_links_of_another_number_of_ranks_are_refused() -> None:
 
 
 def test_all_gathers_copy_their_result() -> None:
-    links = replace(PLAIN, copy_s_per_byte=1e-6)
+    links = replace(PLAIN, copy=Curve.line(0.0, 1e-6))
     found = [time_call(all_gather(1e6, "dp_shard", 2), [[0, 1]], (0, 0), each) for each in (PLAIN, links)]
     assert found[0] is not None
     assert found[1] == pytest.approx(found[0] + 1.0)

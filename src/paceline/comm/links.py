@@ -16,7 +16,7 @@ Protocol, in the order of every rank; all messages travel on the default group:
    that seems slower than an exchange is measured again, and the shorter time counts. Then the ranks of each
    ring send to all others at once (`contention`).
 4. Each rank, all at once: an all-reduce of nothing from a common instant (a call's own cost, the lower
-   quartile), a copy and an addition.
+   quartile), copies and additions, of vectors that fit into the caches and of one that does not.
 
 The curves of a class of pairs are the medians over its pairs (2) and what its rings took (3), so they include
 the competition for cores and memory that collectives meet too.
@@ -32,6 +32,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,8 @@ _FEWEST, _MOST = 5, 100
 _FEWEST_GROWING, _MOST_GROWING = 3, 10
 _HARDLY_FASTER = 0.95
 _PROBES = 3
-_LOCAL_BYTES = 1 << 22
+# The last two are beyond the caches of a core and, with the other ranks, those of most processors.
+_LOCAL_SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 25, 1 << 26)
 _LOCAL_REPEATS = 20
 
 
@@ -89,7 +91,8 @@ def measure_links(world: World) -> MeasuredLinks:
         leaders = [group[0] for group in groups]
         same = _measure_class(groups, pairs, nodes, between=False)
         between = _measure_class([leaders], pairs, nodes, between=True)
-        call_s, copy_s, add_s = _measure_local(CommonClock(world))
+        call_s = _measure_call(CommonClock(world))
+        copy, add = (_measure_local(work) for work in (torch.Tensor.copy_, torch.Tensor.add_))
         took_s = _agree(time.perf_counter() - start_s)
     except RuntimeError as error:
         raise PacelineError(
@@ -98,7 +101,7 @@ def measure_links(world: World) -> MeasuredLinks:
             rule=f"Every rank answers each message within the timeout ({world.timeout_s:g} s).",
             fix="Read the ranks' own messages: one of them has failed, or its network drops messages.",
         ) from error
-    links = Links(same, between, call_s, copy_s, add_s)
+    links = Links(same, between, call_s, copy, add)
     return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)
 
 
@@ -331,19 +334,24 @@ def _wait(works: tuple[dist.Work, dist.Work]) -> None:
 # ---- within a process
 
 
-def _measure_local(clock: CommonClock) -> tuple[float, float, float]:
-    """Return the seconds of an empty call, and per byte of a copy and of an addition."""
+def _measure_call(clock: CommonClock) -> float:
+    """Return the seconds of a call that sends nothing."""
     nothing = torch.zeros(0)
-    source, target = torch.zeros(_LOCAL_BYTES // 4), torch.zeros(_LOCAL_BYTES // 4)
     calls = [clock.time(lambda: dist.all_reduce(nothing)) for _ in range(_LOCAL_REPEATS)]
     # A busy machine wakes ranks late, so half of the calls may begin late on some rank.
-    call_s = statistics.quantiles(calls, n=4)[0]
-    per_byte = []
-    for work in (lambda: target.copy_(source), lambda: target.add_(source)):
+    return statistics.quantiles(calls, n=4)[0]
+
+
+def _measure_local(work: Callable[[torch.Tensor, torch.Tensor], object]) -> Curve:
+    """Return the seconds of a copy or an addition by size, on all ranks at once, which share the memory."""
+    seconds = []
+    for size in _LOCAL_SIZES:
+        once = partial(work, torch.zeros(size // 4), torch.zeros(size // 4))
         dist.barrier()
-        once_s = _agree(statistics.median(_time(work) for _ in range(_LOCAL_REPEATS)))
-        per_byte.append(once_s / _LOCAL_BYTES)
-    return call_s, per_byte[0], per_byte[1]
+        count = _choose_repeats(_agree(min(_time(once) for _ in range(_PROBES))))
+        dist.barrier()
+        seconds.append(_agree(statistics.median(_time(once) for _ in range(count))))
+    return Curve(tuple(map(float, _LOCAL_SIZES)), tuple(seconds))
 
 
 def _time(work: Callable[[], object]) -> float:

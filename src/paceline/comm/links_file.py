@@ -41,8 +41,8 @@ def save_links(found: MeasuredLinks, path: Path) -> None:
         "backend": found.backend,
         "took_s": found.took_s,
         "call_s": links.call_s,
-        "copy_s_per_byte": links.copy_s_per_byte,
-        "add_s_per_byte": links.add_s_per_byte,
+        "copy": _curve_table(links.copy),
+        "add": _curve_table(links.add),
         "same_node": _link_table(links.same_node),
         "between_nodes": _link_table(links.between_nodes),
         "pairs": [

@@ -9,7 +9,7 @@ rank's or a node's connection:
     message:   n (message(b) + (k - 1) b beta)
 
 where `stream`, `exchange` and `message` are the curves of the link (`plan/links.py`). Numbers that a step
-receives and adds cost `add_s_per_byte`, copies within a process `copy_s_per_byte`. The numbers of steps and
+receives and adds cost the curve `add`, copies within a process the curve `copy`. The numbers of steps and
 bytes are those of Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations
 in MPICH", sections 4.1 to 4.5; where gloo differs, its source file is named.
 
@@ -161,7 +161,8 @@ def _time_phase(phase: Phase, nodes: Sequence[int], links: Links) -> float:
         if edges:
             shared = _count_shared(edges, nodes if between else range(len(nodes)))
             slowest = max(slowest, _time_class(phase, links.of_class(between=between), shared))
-    return slowest + links.copy_s_per_byte * phase.copied + links.add_s_per_byte * phase.added
+    slowest += links.copy(phase.copied) if phase.copied else 0.0
+    return slowest + (links.add(phase.added) if phase.added else 0.0)
 
 
 def _count_shared(edges: Iterable[Edge], owners: Sequence[int]) -> int:

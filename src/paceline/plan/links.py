@@ -15,7 +15,7 @@ like the gap of parameterized LogP (Kielmann et al. 2000).
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class Links:
         same_node: between two ranks of a node; None if no node has two.
         between_nodes: between ranks of two nodes; None if there is one node. One flow leaves each node.
         call_s: seconds of a collective that sends nothing.
-        copy_s_per_byte: of a copy within a process.
-        add_s_per_byte: of adding a received vector to an own one.
+        copy: seconds of a copy within a process; what fits into the caches is copied much faster.
+        add: seconds of adding a received vector to an own one.
     """
 
     same_node: Link | None
     between_nodes: Link | None
     call_s: float = 0.0
-    copy_s_per_byte: float = 0.0
-    add_s_per_byte: float = 0.0
+    copy: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
+    add: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
 
     def of_class(self, *, between: bool) -> Link:
         """Return the link of a class that the ranks have."""

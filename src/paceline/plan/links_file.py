@@ -14,7 +14,7 @@ from paceline.phrases import first_line
 from paceline.plan.links import Curve, Link, Links
 from paceline.reading import read_file
 
-FORMAT = 1
+FORMAT = 2
 CURVES = ("message", "exchange", "stream")
 _MOST_BYTES = 1 << 24
 
@@ -91,7 +91,8 @@ def _parse(table: Any) -> MeasuredLinks:
     links = Links(
         _parse_link(table["same_node"], needed=max(sizes.values()) > 1, name="same_node"),
         _parse_link(table["between_nodes"], needed=len(hosts) > 1, name="between_nodes"),
-        *(_positive(table[name], name) for name in ("call_s", "copy_s_per_byte", "add_s_per_byte")),
+        _positive(table["call_s"], "call_s"),
+        *(_parse_curve(table[name], name) for name in ("copy", "add")),
     )
     pairs = tuple(_parse_pair(row, len(nodes)) for row in table["pairs"])
     return MeasuredLinks(
