@@ -33,7 +33,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, read_environment, usable_cores
-from paceline.torch_seams.gloo_threads import await_gloo_threads
+from paceline.torch_seams.gloo_threads import await_gloo_threads, schedule_loops_as_batch
 from paceline.torch_seams.groups import forget_group_count
 
 if TYPE_CHECKING:
@@ -579,6 +579,7 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
             "machines, for example eth0; the usual cause is a host name that /etc/hosts resolves to "
             "127.0.1.1.",
         ) from error
+    schedule_loops_as_batch()
 
 
 def _abandon_group(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -12,20 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.torch_seams.gloo_threads import await_gloo_threads
+from paceline.torch_seams.gloo_threads import await_gloo_threads, schedule_loops_as_batch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 _SET_NAME = 15  # prctl's PR_SET_NAME
 
 
 @contextmanager
-def gloo_thread(pause_s: float) -> Iterator[threading.Event]:
-    """Run a thread with the name of gloo's that wakes once per pause; yield what ends it."""
+def gloo_thread(pause_s: float, name: bytes = b"pt_gloo_runloop") -> Iterator[threading.Event]:
+    """Run a thread with a name of gloo's that wakes once per pause; yield what ends it."""
     ended, named = threading.Event(), threading.Event()
 
     def work() -> None:
-        ctypes.CDLL(None).prctl(_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
+        ctypes.CDLL(None).prctl(_SET_NAME, name, 0, 0, 0)
         named.set()
         while not ended.wait(pause_s):
             pass
@@ -43,6 +45,36 @@ def gloo_thread(pause_s: float) -> Iterator[threading.Event]:
 def test_a_thread_that_waits_is_not_awaited() -> None:
     with gloo_thread(600):
         assert await_gloo_threads(60)
+
+
+def test_only_event_loops_become_batch_work() -> None:
+    def policies() -> list[int]:
+        return [os.sched_getscheduler(int(task)) for task in sorted(os.listdir("/proc/self/task"), key=int)]
+
+    before = policies()
+    with gloo_thread(600, b"gloo_tcp_loop"), gloo_thread(600):
+        assert schedule_loops_as_batch() == 1
+        assert sorted(policies()) == sorted([*before, os.SCHED_OTHER, os.SCHED_BATCH])
+
+
+def test_the_loop_of_a_started_world_is_batch_work() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", STARTED], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    if not found and torch.__version__ < (2, 13):
+        pytest.skip("this torch does not name gloo's event loop")
+    assert found.split() == ["gloo_tcp_loop", str(os.SCHED_BATCH)]
+
+
+STARTED = """
+import os
+import paceline
+with paceline.start(device="cpu"):
+    for task in os.listdir("/proc/self/task"):
+        name = open(f"/proc/self/task/{task}/comm").read().strip()
+        if name == "gloo_tcp_loop":
+            print(name, os.sched_getscheduler(int(task)))
+"""
 
 
 def test_a_thread_that_works_is_awaited() -> None:
