@@ -15,8 +15,10 @@ Protocol, in the order of every rank; all messages travel on the default group:
    the rank where it is largest. Sizes grow until a message takes long enough to show the bandwidth. A stream
    that seems slower than an exchange is measured again, and the shorter time counts. Then the ranks of each
    ring send to all others at once (`contention`).
-4. Each rank, all at once: an all-reduce of nothing from a common instant (a call's own cost, the lower
-   quartile), copies and additions, of vectors that fit into the caches and of one that does not.
+4. Each rank, all at once: copies and additions, of vectors that fit into the caches and of one that does not.
+   A call's own cost is that of an all-reduce of nothing from a common instant or, if that is more, of a
+   barrier less its steps: a call that stands alone wakes threads and cores that sleep, and the messages above
+   follow each other closely. Both are lower quartiles.
 
 The curves of a class of pairs are the medians over its pairs (2) and what its rings took (3), so they include
 the competition for cores and memory that collectives meet too.
@@ -91,7 +93,9 @@ def measure_links(world: World) -> MeasuredLinks:
         leaders = [group[0] for group in groups]
         same = _measure_class(groups, pairs, nodes, between=False)
         between = _measure_class([leaders], pairs, nodes, between=True)
-        call_s = _measure_call(CommonClock(world))
+        steps_s = max(link.exchange.alpha_s for link in (same, between) if link is not None)
+        steps_s *= (world.world_size - 1).bit_length()
+        call_s = _measure_call(CommonClock(world), steps_s)
         copy, add = (_measure_local(work) for work in (torch.Tensor.copy_, torch.Tensor.add_))
         took_s = _agree(time.perf_counter() - start_s)
     except RuntimeError as error:
@@ -334,12 +338,16 @@ def _wait(works: tuple[dist.Work, dist.Work]) -> None:
 # ---- within a process
 
 
-def _measure_call(clock: CommonClock) -> float:
-    """Return the seconds of a call that sends nothing."""
+def _measure_call(clock: CommonClock, barrier_steps_s: float) -> float:
+    """Return the seconds of a call beside its messages; those of a barrier are given."""
     nothing = torch.zeros(0)
-    calls = [clock.time(lambda: dist.all_reduce(nothing)) for _ in range(_LOCAL_REPEATS)]
-    # A busy machine wakes ranks late, so half of the calls may begin late on some rank.
-    return statistics.quantiles(calls, n=4)[0]
+
+    def time_often(call: Callable[[], object]) -> float:
+        # A busy machine wakes ranks late, so half of the calls may begin late on some rank.
+        return statistics.quantiles([clock.time(call) for _ in range(_LOCAL_REPEATS)], n=4)[0]
+
+    empty_s, barrier_s = time_often(lambda: dist.all_reduce(nothing)), time_often(dist.barrier)
+    return max(empty_s, barrier_s - barrier_steps_s)
 
 
 def _measure_local(work: Callable[[torch.Tensor, torch.Tensor], object]) -> Curve:

@@ -361,13 +361,18 @@ def _direct_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _pipelined_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """Model a chain of ranks that pass on segments: S bytes per rank, after N-2 segments that fill it."""
+    """Model a chain of ranks that pass on segments: S bytes per rank, after N-2 segments that fill it.
+
+    The stream is that of the slowest edge, so the chain is filled over the others.
+    """
     chain = _ring_edges(range(len(nodes)))[:-1]
     segments = max(1, -(-int(size) // PIPELINE_BYTES))
-    phases = [_request(chain), Phase("stream", segments, size / segments, chain)]
-    if len(nodes) > 2:
-        phases.append(Phase("message", len(nodes) - 2, size / segments, chain, is_fill=True))
-    return phases
+    slowest = next((edge for edge in chain if nodes[edge[0]] != nodes[edge[1]]), chain[0])
+    return [
+        _request(chain),
+        Phase("stream", segments, size / segments, chain),
+        *(Phase("message", 1, size / segments, (edge,), is_fill=True) for edge in chain if edge != slowest),
+    ]
 
 
 def _tree_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:

@@ -100,7 +100,7 @@ class Links:
     Attributes:
         same_node: between two ranks of a node; None if no node has two.
         between_nodes: between ranks of two nodes; None if there is one node. One flow leaves each node.
-        call_s: seconds of a collective that sends nothing.
+        call_s: seconds of a collective beside its messages.
         copy: seconds of a copy within a process; what fits into the caches is copied much faster.
         add: seconds of adding a received vector to an own one.
     """
