@@ -114,13 +114,14 @@ def _format_losses(name: str, path: Path) -> list[str]:
         mean = statistics.mean(by_seed.values())
         half = _half_width(changes)
         change = "" if kind == "none" else f"{statistics.mean(changes):+.2f}% of none, 95% +- {half}"
-        lines.append(f"{kind:10}{mean:.4f} over {len(by_seed)} seeds   {change}")
+        seeds = f"{len(by_seed)} seed" + ("s" if len(by_seed) > 1 else "")
+        lines.append(f"{kind:10}{mean:.4f} over {seeds}   {change}")
     return lines
 
 
 def _half_width(values: list[float]) -> str:
     """Return the half width of Student's interval of the mean."""
-    quantiles = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+    quantiles = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45}
     if len(values) not in quantiles:
         return "unknown"
     return f"{quantiles[len(values)] * statistics.stdev(values) / len(values) ** 0.5:.2f}%"
