@@ -68,8 +68,8 @@ def time_recipe_traffic(
     if there != here:
         raise PacelineError(
             "PL925",
-            saw=f"links between {there} ranks on {len(found.hosts)} nodes, for the {here} ranks of layout "
-            f"{layout}.",
+            saw=f"links between {there} ranks on {len(found.hosts)} node{'s' * (len(found.hosts) > 1)}, for "
+            f"the {here} ranks of layout {layout}.",
             rule="The seconds depend on the node of every rank, so there must be as many ranks.",
             fix=f"Use a layout of {there} ranks (--nproc {there}), or measure with {here} ranks: "
             "paceline bench collectives --save-links FILE.",
