@@ -22,9 +22,10 @@ from pydantic_core import PydanticUndefined
 
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
+from paceline.plan.calls import count_sent
 from paceline.plan.memory import Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, list_parameters
-from paceline.plan.traffic import plan_tp_traffic, plan_traffic
+from paceline.plan.traffic import list_tp_calls, plan_traffic
 from paceline.recipe import (
     RESUMABLE,
     Layout,
@@ -203,8 +204,10 @@ def _seven_billion_table() -> Iterator[str]:
         plan = plan_recipe_memory(recipe, layout, VOCAB_SIZE)
         sizes = Sizes(num_microbatches=16 // layout.dp)
         sent = sum(plan_traffic(parameters, layout, sizes).values())
-        sent += plan_tp_traffic(
-            layout, num_blocks=32, num_numbers=4 * 2048 * 4096, num_microbatches=16 // layout.dp
+        sent += count_sent(
+            list_tp_calls(
+                layout, num_blocks=32, num_numbers=4 * 2048 * 4096, num_microbatches=16 // layout.dp
+            )
         )
         instants = [plan[instant].total for instant in ("at_rest", "after_forward", "after_backward")]
         yield f"{text:<28}" + "".join(f"{num_bytes / 1e9:>15.1f}" for num_bytes in (*instants, sent))

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.models.gpt import Gpt
+from paceline.plan.calls import count_sent
 from paceline.plan.memory import Instant, Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, count_parameters, list_parameters
-from paceline.plan.traffic import plan_tp_traffic, plan_traffic
+from paceline.plan.traffic import list_tp_calls, plan_traffic
 from paceline.recipe import Layout, load_recipe, parse_recipe
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -196,7 +197,10 @@ def test_traffic_of_several_microbatches() -> None:
 
 
 def test_traffic_of_tp() -> None:
-    one = plan_tp_traffic(Layout(1, 1, 2), num_blocks=1, num_numbers=100)
+    one = count_sent(list_tp_calls(Layout(1, 1, 2), num_blocks=1, num_numbers=100))
     assert one == 4 * 400, "an all-reduce over two ranks sends all bytes once: two forward, two backward"
-    assert plan_tp_traffic(Layout(1, 1, 1), num_blocks=1, num_numbers=100) == 0
-    assert plan_tp_traffic(Layout(1, 1, 2), num_blocks=3, num_numbers=100, num_microbatches=2) == 6 * one
+    assert count_sent(list_tp_calls(Layout(1, 1, 1), num_blocks=1, num_numbers=100)) == 0
+    assert (
+        count_sent(list_tp_calls(Layout(1, 1, 2), num_blocks=3, num_numbers=100, num_microbatches=2))
+        == 6 * one
+    )

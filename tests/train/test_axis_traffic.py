@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.plan.traffic import plan_cp_traffic
+from paceline.plan.calls import count_sent
+from paceline.plan.traffic import list_cp_calls
 from paceline.plan.traffic_table import plan_recipe_traffic
 from paceline.recipe import Layout
 from paceline.recipe.load import parse_recipe
@@ -144,11 +145,13 @@ def test_a_step_sends_over_cp_what_the_formulas_say(ranks: Pool, tmp_path: Path,
             "cp gradients": (1, gradients),
         }
         assert {key: (found.messages[key], sent) for key, sent in found.sent.items()} == expected
-        planned = plan_cp_traffic(
-            Layout.parse(f"cp={n} cp_by={by}").close(),
-            num_blocks=LAYERS,
-            num_numbers=16 * LENGTH * HIDDEN,
-            num_keys=16 * LENGTH * HIDDEN // 2,
+        planned = count_sent(
+            list_cp_calls(
+                Layout.parse(f"cp={n} cp_by={by}").close(),
+                num_blocks=LAYERS,
+                num_numbers=16 * LENGTH * HIDDEN,
+                num_keys=16 * LENGTH * HIDDEN // 2,
+            )
         )
         assert planned == sum(found.sent.values()) - gradients
         layout = Layout.parse(f"cp={n} cp_by={by}").close()
@@ -177,12 +180,14 @@ def test_a_step_sends_over_ep_and_cp_what_the_formulas_say(
         assert own.sent["cp parts"] == 2 * LAYERS * (n - 1) * 4 * whole // n // n
         # Both ends of the blocks, and of the mixture: one gather in forward and one in backward.
         assert own.sent["cp whole"] == 4 * (n - 1) * whole // n
-        assert own.sent["cp parts"] + own.sent["cp whole"] == plan_cp_traffic(
-            Layout.parse(layout).close(),
-            num_blocks=LAYERS,
-            num_numbers=whole // FLOAT,
-            num_keys=whole // FLOAT,
-            num_mixtures=1,
+        assert own.sent["cp parts"] + own.sent["cp whole"] == count_sent(
+            list_cp_calls(
+                Layout.parse(layout).close(),
+                num_blocks=LAYERS,
+                num_numbers=whole // FLOAT,
+                num_keys=whole // FLOAT,
+                num_mixtures=1,
+            )
         )
         assert own.sent["cp gradients"] == gradients
         rows = plan_recipe_traffic(parse_recipe(table), Layout.parse(layout).close())

@@ -18,8 +18,9 @@ from paceline.errors import PacelineError
 from paceline.models.moe import Experts
 from paceline.parallel.experts.find import open_experts
 from paceline.parallel.placement import local
+from paceline.plan.calls import count_sent
 from paceline.plan.memory import plan_recipe_memory
-from paceline.plan.traffic import plan_ep_traffic
+from paceline.plan.traffic import list_ep_calls
 from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
@@ -196,8 +197,8 @@ def test_messages_are_those_of_the_formula(
     # On the way and back, in each forward and in backward; about (n-1)/n of all rows leave their rank.
     assert sent_bytes == num_exchanges * leaving * width * type_bytes
     assert leaving == pytest.approx(choices * (degree - 1) / degree, rel=0.15)
-    planned = plan_ep_traffic(
-        Layout.parse(layout), num_mixtures=1, num_rows=choices, width=width, number=type_bytes
+    planned = count_sent(
+        list_ep_calls(Layout.parse(layout), num_mixtures=1, num_rows=choices, width=width, number=type_bytes)
     )
     assert sent_bytes == pytest.approx(planned, rel=0.15), "of all ranks together"
 

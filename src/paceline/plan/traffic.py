@@ -118,24 +118,6 @@ def _fill_buckets(
         yield filled
 
 
-def plan_tp_traffic(
-    layout: Layout, *, num_blocks: int, num_numbers: int, num_microbatches: int = 1, number: int = 4
-) -> float:
-    """Return the bytes that a rank sends per step over tp for the activations between blocks.
-
-    The arguments are those of `list_tp_calls`.
-    """
-    return count_sent(
-        list_tp_calls(
-            layout,
-            num_blocks=num_blocks,
-            num_numbers=num_numbers,
-            num_microbatches=num_microbatches,
-            number=number,
-        )
-    )
-
-
 def list_tp_calls(
     layout: Layout, *, num_blocks: int, num_numbers: int, num_microbatches: int = 1, number: int = 4
 ) -> list[StepCall]:
@@ -158,33 +140,6 @@ def list_tp_calls(
     if layout.sequence:
         return [kind(whole, "tp", layout.tp, times) for kind in (all_gather, reduce_scatter)]
     return [all_reduce(whole, "tp", layout.tp, times)]
-
-
-def plan_cp_traffic(
-    layout: Layout,
-    *,
-    num_blocks: int,
-    num_numbers: int,
-    num_keys: int,
-    num_mixtures: int = 0,
-    num_microbatches: int = 1,
-    number: int = 4,
-) -> float:
-    """Return the bytes that a rank sends per step over cp for activations, without recompute.
-
-    The arguments are those of `list_cp_calls`.
-    """
-    return count_sent(
-        list_cp_calls(
-            layout,
-            num_blocks=num_blocks,
-            num_numbers=num_numbers,
-            num_keys=num_keys,
-            num_mixtures=num_mixtures,
-            num_microbatches=num_microbatches,
-            number=number,
-        )
-    )
 
 
 def list_cp_calls(
@@ -229,31 +184,6 @@ def list_cp_calls(
         # Queries and the result, and keys and values, of the rank's rows or heads.
         attention = [all_to_all(size / n, "cp", n, 2 * 2 * times) for size in (whole, keys)]
     return [*attention, all_gather(whole, "cp", n, 2 * (1 + num_mixtures) * num_microbatches)]
-
-
-def plan_ep_traffic(
-    layout: Layout,
-    *,
-    num_mixtures: int,
-    num_rows: int,
-    width: int,
-    num_microbatches: int = 1,
-    number: int = 4,
-) -> float:
-    """Return the bytes that a rank sends per step over ep for tokens, if all experts are equally full.
-
-    The counts of rows, 8 bytes per expert, are left out. The arguments are those of `list_ep_calls`.
-    """
-    return count_sent(
-        list_ep_calls(
-            layout,
-            num_mixtures=num_mixtures,
-            num_rows=num_rows,
-            width=width,
-            num_microbatches=num_microbatches,
-            number=number,
-        )
-    )
 
 
 def list_ep_calls(

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from paceline import Trainer
 from paceline.models.gpt import Gpt
-from paceline.plan.calls import StepCall
+from paceline.plan.calls import StepCall, count_sent
 from paceline.plan.memory import Sizes
 from paceline.plan.parameters import list_parameters
-from paceline.plan.traffic import plan_tp_traffic, plan_traffic
+from paceline.plan.traffic import list_tp_calls, plan_traffic
 from paceline.plan.traffic_table import AxisTraffic, plan_recipe_traffic
 from paceline.recipe import Layout, Recipe, parse_recipe
 from tests.dist import recorder
@@ -147,7 +147,9 @@ PLAIN = [SUM, *[SUM, SUM] * LAYERS, *LOSS, SUM, *[SUM, SUM] * LAYERS]
 def plan_bytes(layout: str, k: int) -> float:
     """Return bytes of the blocks, the sum behind the embedding, that of the head's input, and the loss."""
     parsed = Layout.parse(layout)
-    of_blocks = plan_tp_traffic(parsed, num_blocks=LAYERS, num_numbers=ACTIVATION, num_microbatches=k)
+    of_blocks = count_sent(
+        list_tp_calls(parsed, num_blocks=LAYERS, num_numbers=ACTIVATION, num_microbatches=k)
+    )
     ring = (parsed.tp - 1) / parsed.tp
     return of_blocks + k * 4 * 2 * ring * (2 * ACTIVATION + 3 * TOKENS)
 
