@@ -252,6 +252,7 @@ def start(
                 # once, the peer's start would fail (PL312).
                 store.set(f"{_CONNECTED}{place.rank}", "1")
                 _await_all(store, _CONNECTED, place.world_size, min(timeout_s, _CONNECT_S))
+        schedule_loops_as_batch()
         _seed_everything(seed)
     except BaseException:
         if not joined and dist.is_initialized():
@@ -579,7 +580,6 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
             "machines, for example eth0; the usual cause is a host name that /etc/hosts resolves to "
             "127.0.1.1.",
         ) from error
-    schedule_loops_as_batch()
 
 
 def _abandon_group(device: torch.device) -> None:
