@@ -38,7 +38,7 @@ def time_run(code: Path, args: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory(prefix="paceline-commits-") as out:
         words = [sys.executable, "-m", "paceline", "train", args.recipe, "--nproc", str(args.nproc)]
         words += [word for setting in settings for word in ("--set", setting)]
-        env = {**os.environ, "PYTHONPATH": str(code / "src"), "PYTHONDONTWRITEBYTECODE": ""}
+        env = {**os.environ, "PYTHONPATH": str(code / "src")}
         subprocess.run([*words, "--out", out], cwd=code, env=env, check=True, capture_output=True)
         rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["step_s"] for row in rows if row["step"] > WARM_UP_STEPS)

@@ -34,17 +34,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def read_generators(device: torch.device) -> dict[str, Any]:
     """Return the state of all generators, as a tree that a checkpoint can hold."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, gauss_next = random.getstate()
-    state: dict[str, Any] = {
+    state = {
         "torch": torch.default_generator.get_state(),
-        "numpy": {
-            "kind": kind,
-            "keys": keys,
-            "position": position,
-            "has_gauss": has_gauss,
-            "gauss": gauss,
-        },
+        "numpy": _describe_numpy(np.random.get_state(legacy=True)),
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss_next": gauss_next},
     }
     if device.type == "cuda":
@@ -90,7 +83,6 @@ class GeneratorCopies:
 
     def describe(self) -> dict[str, Any]:
         """Return the same as `read_generators` would have returned."""
-        kind, keys, position, has_gauss, gauss = self.numpy
         python, words = self.python, self.python.words
         if words is None:
             assert python.slow is not None
@@ -100,15 +92,15 @@ class GeneratorCopies:
             version, words, gauss_next = random.Random.VERSION, np.roll(words, -1), python.gauss_next
         return {
             "torch": self.torch_state,
-            "numpy": {
-                "kind": kind,
-                "keys": keys,
-                "position": position,
-                "has_gauss": has_gauss,
-                "gauss": gauss,
-            },
+            "numpy": _describe_numpy(self.numpy),
             "python": {"version": version, "words": words, "gauss_next": gauss_next},
         }
+
+
+def _describe_numpy(state: Any) -> dict[str, Any]:
+    """Return a state of numpy's legacy generator by name."""
+    kind, keys, position, has_gauss, gauss = state
+    return {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss}
 
 
 def find_numpy_words(owner: Any) -> npt.NDArray[np.uint32] | None:

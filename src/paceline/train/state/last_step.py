@@ -63,7 +63,7 @@ _MAX_MEMORY = 0.5
 
 @dataclass(frozen=True)
 class _Facts:
-    """What rank 0 knows and any rank may have to write.
+    """The facts of rank 0 that any rank may have to write.
 
     Attributes:
         identity: of this start's checkpoints.
