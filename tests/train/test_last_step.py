@@ -12,8 +12,8 @@ import logging.handlers
 import os
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +94,31 @@ class Run:
     def fail(self, step: int, place: str, *, is_lost: bool, error: str = LOST) -> str:
         """Take steps up to one that fails, and end as a rank does; return what was logged."""
         self.fails_at, self.place, self.error = step, place, error
-        told, logger = logging.handlers.BufferingHandler(100), logging.getLogger("paceline")
-        level = logger.level
-        logger.addHandler(told)
-        logger.setLevel(logging.INFO)
         world = self.trainer.world
-        with pytest.raises(RuntimeError, match=error) as caught:
-            self.train(step + 1)
-        world.has_failed, world.error = True, None if is_lost else caught.value
-        try:
-            self.trainer.close()
-        finally:
-            world.has_failed, world.error = False, None
-            logger.removeHandler(told)
-            logger.setLevel(level)
-        return "\n".join(record.getMessage() for record in told.buffer)
+        with logged() as told:
+            with pytest.raises(RuntimeError, match=error) as caught:
+                self.train(step + 1)
+            world.has_failed, world.error = True, None if is_lost else caught.value
+            try:
+                self.trainer.close()
+            finally:
+                world.has_failed, world.error = False, None
+        return "\n".join(told)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield a list that has what was logged, once the block has ended."""
+    handler, logger, found = logging.handlers.BufferingHandler(100), logging.getLogger("paceline"), []
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        found += [record.getMessage() for record in handler.buffer]
 
 
 def under_launcher(patch: pytest.MonkeyPatch, max_restarts: int = 3) -> None:
@@ -175,9 +185,10 @@ def lose(
         world.barrier()
         torch.manual_seed(7)  # a new process has other generators
         np.random.seed(7)
-        again = begin("run")
+        with logged() as restored:
+            again = begin("run")
         again.train(9)
-        found = again.first, describe(again.trainer) == expected, told
+        found = again.first, describe(again.trainer) == expected, "\n".join([told, *restored])
         again.trainer.close()
     return found
 
@@ -203,8 +214,8 @@ def test_a_start_goes_on_from_the_last_step_that_the_ranks_left_hold(
     ranks: Pool, tmp_path: Path, layout: str, lost: tuple[int, ...], place: str, first: int
 ) -> None:
     nproc = 2 if layout == "dp_replicate=2" else 4
-    for starts, is_equal, _ in ranks.run(lose, nproc=nproc, args=(str(tmp_path), layout, lost, place)):
-        assert starts == first
+    for starts, is_equal, told in ranks.run(lose, nproc=nproc, args=(str(tmp_path), layout, lost, place)):
+        assert starts == first, told
         assert is_equal
     assert read_steps(tmp_path / "run") == list(range(1, 10))
     assert list_keepers(tmp_path / "run") == []
@@ -215,8 +226,8 @@ def test_what_a_forward_and_the_loop_have_changed_is_as_after_the_last_step(
     ranks: Pool, tmp_path: Path, kind: str
 ) -> None:
     args = (str(tmp_path), "dp_replicate=2", (1,), "forward", kind)
-    for starts, is_equal, _ in ranks.run(lose, args=args):
-        assert starts == 4
+    for starts, is_equal, told in ranks.run(lose, args=args):
+        assert starts == 4, told
         assert is_equal
 
 

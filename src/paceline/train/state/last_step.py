@@ -306,22 +306,27 @@ class LastStep:
             )
         memory, unused = CopyMemory(), CopyMemory()  # a keeper has two slots
         memory.reserve(measure(plans), self._world.device)
-        copy_files(memory, plans)
-        token = f"{facts.identity['run']}-{facts.identity['generation']}-last"
-        held = HeldShare(
-            note.step,
-            token,
-            self._place,
-            self._layout.num_ranks,
-            SHARDED,
-            facts.identity,
-            lay_out(plans),
-            [],
-            last_rows=self._records.dump_recent(self._updates.values()),
-        )
         folder = str(self._saver.folder.absolute())
         keeper = KeeperProcess([memory.fd, unused.fd], os.getppid(), folder)
-        keeper.keep(0, held.dump(), None)
+        try:
+            copy_files(memory, plans)  # while it starts
+            token = f"{facts.identity['run']}-{facts.identity['generation']}-last"
+            held = HeldShare(
+                note.step,
+                token,
+                self._place,
+                self._layout.num_ranks,
+                SHARDED,
+                facts.identity,
+                lay_out(plans),
+                [],
+                last_rows=self._records.dump_recent(self._updates.values()),
+            )
+            keeper.wait_until_started()
+            keeper.keep(0, held.dump(), None)
+        except BaseException:
+            keeper.close()
+            raise
         keeper.leave_behind()  # it checks what it has, and the next start waits for that
         for each in (memory, unused):
             with suppress(OSError):
