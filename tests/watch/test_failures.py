@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_a_peer_that_ended_well_is_named_on_one_node(tmp_path: Path, how: str) -
         assert "it called sys.exit(0) at " in job.text
         assert (at("EXITS") in job.text) == (how == "exit")
         assert "[PL801]" in job.text
-        assert "Connection closed by peer" in job.text
+        # Which one depends on whether the peer had unread bytes.
+        assert re.search("Connection (closed|reset) by peer", job.text)
         assert "another node" not in job.text
 
 
