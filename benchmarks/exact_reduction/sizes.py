@@ -1,6 +1,6 @@
 """Sums of one vector of 4 B to 100 MB over 2 and 4 ranks: gloo's all-reduce against exact sums, alternating.
 
-    python benchmarks/exact_reduction/sizes.py             # three minutes; writes results/sizes.txt
+    python benchmarks/exact_reduction/sizes.py             # a minute; writes results/sizes.txt
     python benchmarks/exact_reduction/sizes.py --busy 4    # beside so many busy processes: sizes-busy.txt
 
 Each call begins at an instant that all ranks share, and lasts until the last rank has ended it.

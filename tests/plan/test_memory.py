@@ -1,4 +1,4 @@
-"""The arithmetic of memory and traffic against the papers, the seeds' table and models of ours."""
+"""Predicted memory and traffic agree with the papers, with a table of known models and with built models."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "src" / "paceline"
 SEAMS = "torch_seams"
 # How many are left in a file. Lower a number when you move one, and take the line out at 0.
 LEFT: dict[str, int] = {}
-# Attributes of ours that have the name of one of torch's.
+# Our own attributes that share a name with one of torch's.
 OURS = {
     "_state",
     "_settings",
@@ -81,7 +81,7 @@ def _is_private_attribute(node: ast.Attribute, modules: set[str]) -> bool:
     root = chain[-1].value
     if isinstance(root, ast.Name) and root.id in modules:
         return _is_private(".".join(part.attr for part in chain))
-    # `self._parameters` of a class of ours is its own.
+    # In our own classes, `self._parameters` is not torch's.
     own = chain[-1] if isinstance(root, ast.Name) and root.id in ("self", "cls") else None
     return any(part.attr in KNOWN for part in chain if part is not own)
 

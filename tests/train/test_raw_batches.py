@@ -1,4 +1,4 @@
-"""`trainer.step` on batches that are not from a loader of ours: each rank brings its own samples."""
+"""`trainer.step` on batches that do not come from `trainer.loader`: each rank brings its own samples."""
 
 from __future__ import annotations
 
