@@ -32,8 +32,9 @@ _Look = tuple[str, ...]
 def schedule_loops_as_batch() -> int:
     """Let gloo's event loops take no core from a running thread; return their number.
 
-    Call it once gloo has connected; later groups of the process use the same loops. Older versions of torch
-    give the loop no name, so it is not found there (2.11 does not, 2.13 does).
+    Call it once gloo has connected: each loop has named itself by then, and later groups of the process use
+    the same loops. A process alone connects to nobody, so its loop may not be found; it has nothing to send.
+    Older versions of torch give the loop no name, so it is not found there (2.11 does not, 2.13 does).
     """
     if not hasattr(os, "sched_setscheduler"):
         return 0
