@@ -36,6 +36,8 @@ def test_links_of_one_machine(ranks: Pool) -> None:
         assert 1e-7 < curve(64) < 0.2
         assert 1e6 < 1 / curve.s_per_byte < 1e12
     assert 1e-6 < found.links.call_s < 0.2
+    assert found.links.meet_s is not None
+    assert 1e-6 < found.links.meet_s < 0.2
     assert 0 < found.took_s < 60
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ def test_a_file_is_read_back_as_written(path: Path) -> None:
     assert found == make_links((0, 0, 1, 1))
     assert load_links(path, ["host1", "host0"], [0, 1, 1, 0]) == found, "the order of hosts may differ"
     assert load_links(path, ["host1"], [0, 0]) == found, "fewer are contained"
+
+
+def test_the_time_of_a_meeting_may_be_missing(tmp_path: Path) -> None:
+    found = make_links((0, 0))
+    assert found.links.meet_s is not None
+    path = tmp_path / "links.json"
+    save_links(found, path)
+    assert read_links(path) == found
+    table = json.loads(path.read_text())
+    del table["meet_s"]
+    path.write_text(json.dumps(table))
+    assert read_links(path) == replace(found, links=replace(found.links, meet_s=None))
 
 
 def refused(path: Path, hosts: list[str], nodes: list[int]) -> PacelineError:
@@ -73,6 +86,7 @@ def edit(change: str) -> Any:
         ("t['same_node']['message']['seconds'].pop()", "sizes and"),
         ("t['call_s'] = -1", "call_s is -1"),
         ("t['call_s'] = float('nan')", "call_s is nan"),
+        ("t['meet_s'] = 0", "meet_s is 0"),
         ("t['pairs'][0]['ranks'] = [0, 9]", "pair 0, 9"),
         ("t['pairs'][0] = 3", "subscriptable"),
     ],

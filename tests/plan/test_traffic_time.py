@@ -18,7 +18,7 @@ from paceline.plan.calls import (
     list_call_phases,
     time_call,
 )
-from paceline.plan.exact_sums import count_subtrees, list_exact_phases
+from paceline.plan.exact_sums import count_subtrees, list_exact_phases, predict_exact_sum
 from paceline.plan.links import Curve, Link, Links
 from paceline.plan.links_file import MeasuredLinks
 from paceline.plan.traffic_table import list_blocks, plan_recipe_traffic
@@ -224,6 +224,19 @@ def test_all_gathers_copy_their_result() -> None:
     found = [time_call(all_gather(1e6, "dp_shard", 2), [[0, 1]], (0, 0), each) for each in (PLAIN, links)]
     assert found[0] is not None
     assert found[1] == pytest.approx(found[0] + 1.0)
+
+
+def test_a_sum_in_shared_memory_meets_once_or_twice() -> None:
+    machines = (0, 0)
+    unknown = Links(Link.of(1e-3, 1e9), None, call_s=0.25)
+    known = replace(unknown, meet_s=0.5)
+    times = [
+        [predict_exact_sum("shared-memory", [size], machines, machines, links) for size in (4096, 4 << 20)]
+        for links in (known, unknown)
+    ]
+    assert times[0] == pytest.approx([0.5, 1.0])
+    # Else it counts as a collective of a byte per pair: its own cost, and one exchange of 2 ms per meeting.
+    assert times[1] == pytest.approx([0.252, 0.254])
 
 
 def test_by_node_sends_a_slice_per_rank() -> None:

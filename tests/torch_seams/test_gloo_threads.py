@@ -59,7 +59,7 @@ def test_only_event_loops_become_batch_work() -> None:
 
 
 def test_the_loops_of_a_started_world_are_batch_work(tmp_path: Path) -> None:
-    """Of two ranks: one alone connects to nobody, so its loop may not have named itself when `start` looks."""
+    """Of two ranks: one alone connects to nobody, so its loop may have no name yet when `start` looks."""
     (tmp_path / "script.py").write_text(STARTED)
     command = [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -77,15 +77,30 @@ def test_a_stopped_rank_of_a_training_is_named(tmp_path: Path) -> None:
         assert not job.find_left(5, ignored=["torchinductor"])  # torch makes that folder in any training
 
 
-@pytest.mark.parametrize(("how", "code", "words"), [("stop", "PL809", ""), ("sleep", "PL808", "SLEEPS")])
-def test_a_rank_that_hangs_in_a_sum_by_node_is_named(tmp_path: Path, how: str, code: str, words: str) -> None:
-    script = Path(__file__).parent / "scripts" / "own" / "sums_by_node.py"
+@pytest.mark.parametrize(
+    ("where", "how", "code"),
+    [
+        ("nodes", "stop", "PL809"),
+        ("nodes", "sleep", "PL808"),
+        ("memory", "stop", "PL809"),
+        ("memory", "sleep", "PL800"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_sum_is_named(tmp_path: Path, where: str, how: str, code: str) -> None:
+    script = Path(__file__).parent / "scripts" / "own" / "sums.py"
     flags = ["--nproc-per-node", "3", "--hang-after", "4"]
-    with Launched(tmp_path, paceline_run(*flags, str(script), how, "1")) as job:
+    with Launched(tmp_path, paceline_run(*flags, str(script), where, how, "1")) as job:
         assert job.wait(_END_S) == 1
         (first,) = [line for line in job.text.splitlines() if line.endswith(f"[{code}]")]
         assert first.startswith("paceline: rank 1 ")
-        if words:
+        if how == "sleep":
             lines = script.read_text().splitlines()
-            (number,) = [number for number, line in enumerate(lines, 1) if words in line]
-            assert f"sums_by_node.py:{number}" in job.text
+            (number,) = [number for number, line in enumerate(lines, 1) if "SLEEPS" in line]
+            assert f"sums.py:{number}" in job.text
+
+
+def test_a_rank_that_dies_in_a_meeting_in_memory_is_named(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "own" / "sums.py"
+    with Launched(tmp_path, paceline_run("--nproc-per-node", "3", str(script), "memory", "die", "1")) as job:
+        assert job.wait(_END_S) == 1
+        assert "rank 1 was killed by SIGKILL" in job.text

@@ -147,7 +147,8 @@ def _describe_links(found: Collectives) -> str:
     for name, link in (("same node", links.same_node), ("between nodes", links.between_nodes)):
         if link is not None:
             lines.append(f"    {name}: {_describe_link(link)}")
-    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call")
+    meeting = f", {format_seconds(links.meet_s)} per meeting in shared memory" if links.meet_s else ""
+    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call{meeting}")
     if ranks // nodes > found.num_cores:
         lines.append(f"  more ranks than the {found.num_cores} cores: they wait for each other")
     return "\n".join(lines)

@@ -18,7 +18,8 @@ Protocol, in the order of every rank; all messages travel on the default group:
 4. Each rank, all at once: copies and additions, of vectors that fit into the caches and of one that does not.
    A call's own cost is that of an all-reduce of nothing from a common instant or, if that is more, of a
    barrier less its steps: a call that stands alone wakes threads and cores that sleep, and the messages above
-   follow each other closely. Both are lower quartiles.
+   follow each other closely. If all ranks are of one machine, they meet in shared memory as often
+   (`meet_s`). All three are lower quartiles.
 
 The curves of a class of pairs are the medians over its pairs (2) and what its rings took (3), so they include
 the competition for cores and memory that collectives meet too.
@@ -40,6 +41,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.common_clock import CommonClock, read_boot
+from paceline.comm.meeting import MeetingPlace
+from paceline.comm.segment import find_machines
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.plan.links import Curve, Link, Links
@@ -95,7 +98,8 @@ def measure_links(world: World) -> MeasuredLinks:
         between = _measure_class([leaders], pairs, nodes, between=True)
         steps_s = max(link.exchange.alpha_s for link in (same, between) if link is not None)
         steps_s *= (world.world_size - 1).bit_length()
-        call_s = _measure_call(CommonClock(world), steps_s)
+        clock = CommonClock(world)
+        call_s, meet_s = _measure_call(clock, steps_s), _measure_meeting(clock)
         copy, add = (_measure_local(work) for work in (torch.Tensor.copy_, torch.Tensor.add_))
         took_s = _agree(time.perf_counter() - start_s)
     except RuntimeError as error:
@@ -105,7 +109,7 @@ def measure_links(world: World) -> MeasuredLinks:
             rule=f"Every rank answers each message within the timeout ({world.timeout_s:g} s).",
             fix="Read the ranks' own messages: one of them has failed, or its network drops messages.",
         ) from error
-    links = Links(same, between, call_s, copy, add)
+    links = Links(same, between, call_s, copy, add, meet_s)
     return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)
 
 
@@ -341,13 +345,25 @@ def _wait(works: tuple[dist.Work, dist.Work]) -> None:
 def _measure_call(clock: CommonClock, barrier_steps_s: float) -> float:
     """Return the seconds of a call beside its messages; those of a barrier are given."""
     nothing = torch.zeros(0)
+    empty_s = _time_often(clock, lambda: dist.all_reduce(nothing))
+    return max(empty_s, _time_often(clock, dist.barrier) - barrier_steps_s)
 
-    def time_often(call: Callable[[], object]) -> float:
-        # A busy machine wakes ranks late, so half of the calls may begin late on some rank.
-        return statistics.quantiles([clock.time(call) for _ in range(_LOCAL_REPEATS)], n=4)[0]
 
-    empty_s, barrier_s = time_often(lambda: dist.all_reduce(nothing)), time_often(dist.barrier)
-    return max(empty_s, barrier_s - barrier_steps_s)
+def _measure_meeting(clock: CommonClock) -> float | None:
+    """Return the seconds of a meeting in shared memory, or None if the ranks are of several machines."""
+    group = dist.group.WORLD
+    assert group is not None
+    if len(set(find_machines(group))) > 1:
+        return None
+    return _time_often(clock, MeetingPlace(group).meet)
+
+
+def _time_often(clock: CommonClock, call: Callable[[], object]) -> float:
+    """Return the usual seconds of a collective call, on all ranks.
+
+    A busy machine wakes ranks late, so half of the calls may begin late on some rank: the lower quartile.
+    """
+    return statistics.quantiles([clock.time(call) for _ in range(_LOCAL_REPEATS)], n=4)[0]
 
 
 def _measure_local(work: Callable[[torch.Tensor, torch.Tensor], object]) -> Curve:

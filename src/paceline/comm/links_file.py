@@ -41,6 +41,7 @@ def save_links(found: MeasuredLinks, path: Path) -> None:
         "backend": found.backend,
         "took_s": found.took_s,
         "call_s": links.call_s,
+        "meet_s": links.meet_s,
         "copy": _curve_table(links.copy),
         "add": _curve_table(links.add),
         "same_node": _link_table(links.same_node),

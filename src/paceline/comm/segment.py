@@ -61,6 +61,22 @@ def share_memory(
     Returns:
         The segment as bytes, or `None` on every rank if any rank cannot have its segment.
     """
+    shared = share_file(group, num_bytes, owners)
+    if shared is None:
+        return None
+    os.close(shared[0])
+    return shared[1]
+
+
+def share_file(
+    group: dist.ProcessGroup, num_bytes: int, owners: Sequence[int] | None = None
+) -> tuple[int, Tensor] | None:
+    """Map a segment as `share_memory` does, and keep its file open, to lock it; collective.
+
+    Returns:
+        This rank's own descriptor of the file, which the caller closes, and the segment as bytes; or `None`
+        on every rank if any rank cannot have them.
+    """
     handle, token = -1, secrets.token_bytes(_TOKEN_BYTES)
     owner = 0 if owners is None else owners[group.rank()]
     if group.rank() == owner:
@@ -74,12 +90,15 @@ def share_memory(
         boxes = [own] * group.size()
         dist.all_gather_object(boxes, own, group=group)
         pid, remote, token = boxes[owner]
-    memory = None if remote < 0 else _map_segment(f"/proc/{pid}/fd/{remote}", token, num_bytes)
-    everywhere = torch.tensor([memory is not None], dtype=torch.int32)
+    mapped = None if remote < 0 else _map_segment(f"/proc/{pid}/fd/{remote}", token, num_bytes)
+    everywhere = torch.tensor([mapped is not None], dtype=torch.int32)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)  # by then everybody has opened it
     if handle >= 0:
         os.close(handle)
-    return memory if everywhere.item() else None
+    if mapped is not None and not everywhere.item():
+        os.close(mapped[0])
+        mapped = None
+    return mapped
 
 
 def _make_segment(token: bytes, num_bytes: int) -> int:
@@ -100,16 +119,20 @@ def _make_segment(token: bytes, num_bytes: int) -> int:
     return handle
 
 
-def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
-    """Return the segment's memory, or `None` if `path` is something else: the process may be another
-    machine's."""
+def _map_segment(path: str, token: bytes, num_bytes: int) -> tuple[int, Tensor] | None:
+    """Return a descriptor of the segment and its memory, or `None` if `path` is something else: the process
+    may be another machine's."""
     try:
-        with open(path, "r+b", buffering=0) as file:
-            if os.pread(file.fileno(), _TOKEN_BYTES, 0) != token:
-                return None
-            view = mmap.mmap(file.fileno(), mmap.PAGESIZE + num_bytes)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.pread(handle, _TOKEN_BYTES, 0) != token:
+            raise ValueError("another file")
+        view = mmap.mmap(handle, mmap.PAGESIZE + num_bytes)
     except (OSError, ValueError):
+        os.close(handle)
         return None
     if hasattr(mmap, "MADV_DONTFORK"):  # A loader worker, forked from this rank, does not need it.
         view.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(view, dtype=torch.uint8, offset=mmap.PAGESIZE)
+    return handle, torch.frombuffer(view, dtype=torch.uint8, offset=mmap.PAGESIZE)

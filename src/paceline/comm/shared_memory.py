@@ -22,20 +22,19 @@ another rank may be at the next vector, so small vectors alternate between two s
 is written again only after the meeting of the vector between, which no rank joins before it has read the
 first.
 
-A meeting is an all-to-all of one byte per pair of ranks: a library's collective, because the library handles
-ranks that have died or hang.
+How ranks meet is described in `comm/meeting.py`.
 """
 
 from __future__ import annotations
 
 import logging
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.by_node import choose_between_nodes
 from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_overwriting, cut_evenly
+from paceline.comm.meeting import MeetingPlace
 from paceline.comm.segment import share_memory
 from paceline.comm.tree import ReductionPlan
 from paceline.plan.exact_sums import SHARED_SMALL_BYTES as _SMALL_BYTES
@@ -60,8 +59,7 @@ class SharedMemoryExchange:
         self._group = group
         self._num_ranks = group.size()
         self._rank = group.rank()
-        self._sent = torch.zeros(self._num_ranks, dtype=torch.uint8)
-        self._received = torch.empty_like(self._sent)
+        self._meeting: MeetingPlace | None = None
         self._memory: Tensor | None = None
         self._turn = 0
         self._sum_bytes = 0
@@ -84,6 +82,7 @@ class SharedMemoryExchange:
             self.sent_bytes += self._otherwise.sent_bytes - before
             return
         assert self._memory is not None
+        assert self._meeting is not None
         start = 2 * _SMALL_BYTES + self._sum_bytes
         if is_small:
             self._turn = 1 - self._turn
@@ -95,7 +94,7 @@ class SharedMemoryExchange:
         first = sum(map(len, plan.subtrees[: self._rank]))
         for number, subtree in enumerate(subtrees, start=first):
             _lay_end_to_end(subtree, places[number])
-        self._meet()
+        self.sent_bytes += self._meeting.meet()
         if is_small:
             add_keeping(dict(enumerate(places)), plan.additions, total)
             return
@@ -105,13 +104,8 @@ class SharedMemoryExchange:
             block = slice(at, min(at + _BLOCK, own.stop))
             rows = {number: place[block] for number, place in enumerate(places)}
             add_overwriting(rows, plan.additions, result[block])
-        self._meet()
+        self.sent_bytes += self._meeting.meet()
         total.copy_(result)
-
-    def _meet(self) -> None:
-        """Wait until every rank is here; what they wrote before can be read then."""
-        dist.all_to_all_single(self._received, self._sent, group=self._group)
-        self.sent_bytes += self._num_ranks - 1
 
     def _reserve(self, sum_bytes: int, subtrees_bytes: int) -> None:
         """Make both parts at least this large; the same call on all ranks decides the same."""
@@ -125,6 +119,7 @@ class SharedMemoryExchange:
             self._is_known, self._otherwise = True, choose_between_nodes(self._group)
             if self._otherwise is not None:
                 return
+            self._meeting = MeetingPlace(self._group)
             if self._rank == 0:
                 log.info("exact reduction: %d ranks of one machine add in shared memory", self._num_ranks)
         num_bytes = 2 * _SMALL_BYTES + self._sum_bytes + self._subtrees_bytes

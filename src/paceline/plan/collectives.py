@@ -8,7 +8,8 @@ rank's or a node's connection:
     exchange:  n (exchange(b) + (k contention - 1) b beta), if k > 1
     message:   n (message(b) + (k - 1) b beta)
 
-where `stream`, `exchange` and `message` are the curves of the link (`plan/links.py`). Numbers that a step
+where `stream`, `exchange` and `message` are the curves of the link (`plan/links.py`). Every meeting, in which
+ranks wait for each other by a word of memory that they share, takes the same time. Numbers that a step
 receives and adds cost the curve `add`, copies within a process the curve `copy`. The numbers of steps and
 bytes are those of Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations
 in MPICH", sections 4.1 to 4.5; where gloo differs, its source file is named.
@@ -40,7 +41,7 @@ class Phase:
     """Rounds of equal messages.
 
     Attributes:
-        kind: which curve of the link applies.
+        kind: which curve of the link applies; none does to a meeting, which sends nothing.
         steps: messages that wait for each other, in one chain.
         num_bytes: of each message.
         edges: sender and receiver of every message of a round.
@@ -50,7 +51,7 @@ class Phase:
         is_fill: whether it is only the wait until a pipeline is full, whose bytes another phase counts.
     """
 
-    kind: Literal["message", "exchange", "stream"]
+    kind: Literal["message", "exchange", "stream", "meeting"]
     steps: int
     num_bytes: float
     edges: tuple[Edge, ...]
@@ -150,19 +151,38 @@ def suits(algorithm: str, nodes: Sequence[int]) -> bool:
 
 
 def time_phases(phases: Iterable[Phase], nodes: Sequence[int], links: Links) -> float:
-    """Return the seconds of a call that consists of phases; `nodes` and `links` are those of `predict`."""
-    return links.call_s + sum(_time_phase(phase, nodes, links) for phase in phases)
+    """Return the seconds of a call that consists of phases; `nodes` and `links` are those of `predict`.
+
+    Where the time of a meeting is not known, it counts as an exchange of a byte between all of its ranks.
+    """
+    usual = [
+        replace(phase, kind="exchange", num_bytes=1.0)
+        if phase.kind == "meeting" and links.meet_s is None
+        else phase
+        for phase in phases
+    ]
+    call_s = 0.0 if all(phase.kind == "meeting" for phase in usual) else links.call_s
+    return call_s + sum(_time_phase(phase, nodes, links) for phase in usual)
 
 
 def _time_phase(phase: Phase, nodes: Sequence[int], links: Links) -> float:
+    if phase.kind == "meeting":
+        assert links.meet_s is not None
+        took_s = phase.steps * links.meet_s
+    else:
+        took_s = _time_messages(phase, nodes, links)
+    took_s += links.copy(phase.copied) if phase.copied else 0.0
+    return took_s + (links.add(phase.added) if phase.added else 0.0)
+
+
+def _time_messages(phase: Phase, nodes: Sequence[int], links: Links) -> float:
     slowest = 0.0
     for between in (False, True):
         edges = [edge for edge in phase.edges if (nodes[edge[0]] != nodes[edge[1]]) is between]
         if edges:
             shared = _count_shared(edges, nodes if between else range(len(nodes)))
             slowest = max(slowest, _time_class(phase, links.of_class(between=between), shared))
-    slowest += links.copy(phase.copied) if phase.copied else 0.0
-    return slowest + (links.add(phase.added) if phase.added else 0.0)
+    return slowest
 
 
 def _count_shared(edges: Iterable[Edge], owners: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ measured as links within a node. Two containers of one host are two machines and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from paceline.plan.collectives import Edge, Phase, list_phases, time_phases
 from paceline.plan.links import Links
@@ -22,7 +23,7 @@ from paceline.plan.links import Links
 # direct: vectors up to this size travel whole. One message after another costs latency.
 DIRECT_WHOLE_BYTES = 8 << 10
 # shared-memory: maximum size of all ranks' subtrees together for which each rank adds all of them. Adding 1
-# MiB takes 0.1 ms, a meeting at least 0.2 ms.
+# MiB takes 0.1 ms; a second meeting takes 0.1 to 0.6 ms, and the sum would have to be copied out.
 SHARED_SMALL_BYTES = 2 << 20
 # by-node: a vector up to this size takes one message between nodes instead of two, although it sends more
 # bytes.
@@ -98,11 +99,11 @@ def _shared_memory(size: float, machines: Sequence[int], num_subtrees: int) -> l
     """Model copying in, a meeting and adding; for a large vector also a second meeting and copying out."""
     num_ranks = len(machines)
     edges = tuple((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
+    meeting = Phase("meeting", 1, 0.0, edges)
     brought, added = num_subtrees * size, (num_ranks * num_subtrees - 1) * size
     if num_ranks * brought <= SHARED_SMALL_BYTES:
-        return [Phase("exchange", 1, 1.0, edges, copied=brought, added=added)]
-    half = Phase("exchange", 1, 1.0, edges, copied=brought, added=added / num_ranks)
-    return [half, Phase("exchange", 1, 1.0, edges, copied=size)]
+        return [replace(meeting, copied=brought, added=added)]
+    return [replace(meeting, copied=brought, added=added / num_ranks), replace(meeting, copied=size)]
 
 
 def _by_node(size: float, machines: Sequence[int], num_subtrees: int) -> list[Phase]:

@@ -103,6 +103,8 @@ class Links:
         call_s: seconds of a collective beside its messages.
         copy: seconds of a copy within a process; what fits into the caches is copied much faster.
         add: seconds of adding a received vector to an own one.
+        meet_s: seconds of a meeting of all ranks in shared memory; None if it was not measured, as with ranks
+            of several machines.
     """
 
     same_node: Link | None
@@ -110,6 +112,7 @@ class Links:
     call_s: float = 0.0
     copy: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
     add: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
+    meet_s: float | None = None
 
     def of_class(self, *, between: bool) -> Link:
         """Return the link of a class that the ranks have."""

@@ -91,8 +91,11 @@ def _parse(table: Any) -> MeasuredLinks:
     links = Links(
         _parse_link(table["same_node"], needed=max(sizes.values()) > 1, name="same_node"),
         _parse_link(table["between_nodes"], needed=len(hosts) > 1, name="between_nodes"),
-        _positive(table["call_s"], "call_s"),
-        *(_parse_curve(table[name], name) for name in ("copy", "add")),
+        call_s=_positive(table["call_s"], "call_s"),
+        copy=_parse_curve(table["copy"], "copy"),
+        add=_parse_curve(table["add"], "add"),
+        # Files from before meetings in shared memory were measured lack it.
+        meet_s=None if table.get("meet_s") is None else _positive(table["meet_s"], "meet_s"),
     )
     pairs = tuple(_parse_pair(row, len(nodes)) for row in table["pairs"])
     return MeasuredLinks(
