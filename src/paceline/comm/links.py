@@ -174,7 +174,7 @@ def _keep_faster(a: Pair, b: Pair) -> Pair:
 
 def _ping(peer: int, size: int, *, begins: bool) -> tuple[float, float]:
     """Return half of the median and of the shortest round trip; the rank that begins decides how often."""
-    data, count = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    data, count = _make_messages(1, size)[0], torch.zeros(1, dtype=torch.int64)
 
     def turn() -> None:
         if begins:
@@ -222,7 +222,7 @@ def _measure_contention(ring: Sequence[int], exchange: Curve) -> float:
     size = next((size for size in SIZES if size * per_peer >= _LONG_S), SIZES[-1])
     count = max(1, size // num_peers)
     peers = [peer for peer in ring if peer != dist.get_rank()]
-    sent, received = torch.zeros(count, dtype=torch.uint8), torch.zeros(len(peers), count, dtype=torch.uint8)
+    sent, received = _make_messages(1, count)[0], _make_messages(len(peers), count)
 
     def exchange_all() -> None:
         works = [dist.irecv(row, peer) for row, peer in zip(received, peers, strict=True)]
@@ -313,7 +313,7 @@ def _pass_on(ring: Sequence[int], size: int, in_flight: int, rounds: int) -> lis
         return [0.0]
     at = ring.index(dist.get_rank())
     after, before = ring[(at + 1) % len(ring)], ring[at - 1]
-    sent, received = (torch.zeros(in_flight, size, dtype=torch.uint8) for _ in range(2))
+    sent, received = (_make_messages(in_flight, size) for _ in range(2))
 
     def begin(slot: int) -> tuple[dist.Work, dist.Work]:
         receive, send = dist.irecv(received[slot], before), dist.isend(sent[slot], after)
@@ -332,6 +332,11 @@ def _pass_on(ring: Sequence[int], size: int, in_flight: int, rounds: int) -> lis
         taken.append((now_s - last_s) / in_flight)
         last_s = now_s
     return taken
+
+
+def _make_messages(count: int, size: int) -> torch.Tensor:
+    """Return messages of ones. New zeros would all be one page of the system's, which stays in the cache."""
+    return torch.ones(count, size, dtype=torch.uint8)
 
 
 def _wait(works: tuple[dist.Work, dist.Work]) -> None:
@@ -370,7 +375,7 @@ def _measure_local(work: Callable[[torch.Tensor, torch.Tensor], object]) -> Curv
     """Return the seconds of a copy or an addition by size, on all ranks at once, which share the memory."""
     seconds = []
     for size in _LOCAL_SIZES:
-        once = partial(work, torch.zeros(size // 4), torch.zeros(size // 4))
+        once = partial(work, torch.ones(size // 4), torch.ones(size // 4))
         dist.barrier()
         count = _choose_repeats(_agree(min(_time(once) for _ in range(_PROBES))))
         dist.barrier()
