@@ -76,7 +76,7 @@ def measure_links(world: World) -> MeasuredLinks:
     """Measure the links between all ranks; all ranks must call it, and get the same result.
 
     Messages are tensors in CPU memory. On a round trip of 50 ms and 100 Mbit/s, four ranks take about a
-    minute; on one machine, one or two seconds.
+    minute; ranks of one machine take some seconds.
 
     Raises:
         PacelineError: PL622 for one rank, PL954 if a rank does not answer within the group's timeout.
