@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
-from paceline.comm import board
-from paceline.comm.meeting import MeetingPlace
-from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm import board, meeting
 from paceline.parallel.replicate import Replica
 from paceline.train.agreement import NUM_SENT, Agreement
 from paceline.train.trainer import Trainer
@@ -93,41 +90,25 @@ def test_a_step_is_one_agreement_and_one_round_of_gradients(
     assert all(steps == results[0] for steps in results)
 
 
-def meetings_of_a_step(world: Any, settings: dict[str, Any]) -> Any:
-    """Return per step how many buckets it has, how often ranks meet, and its collectives."""
-    trainer, counts = build_trainer(**settings), Counter[str]()
-    meet, sum_subtrees = MeetingPlace.meet, SharedMemoryExchange.sum_subtrees
-
-    def counting(name: str, do: Any) -> Any:
-        def call(*args: Any) -> Any:
-            counts[name] += 1
-            return do(*args)
-
-        return call
-
-    steps = []
+def with_meetings(world: Any, name: str, value: Any, *args: Any) -> Any:
+    """Return the collectives of steps whose ranks meet with another value of a constant."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MeetingPlace, "meet", counting("meetings", meet))
-        patch.setattr(SharedMemoryExchange, "sum_subtrees", counting("buckets", sum_subtrees))
-        for number, share in enumerate(trainer.loader(data(40), global_batch_size=8)):
-            counts.clear()
-            before = count_recorded()
-            trainer.step(share)
-            if number >= 1:
-                steps.append((counts["buckets"], counts["meetings"], recorded_collectives(before)))
-    return steps
+        patch.setattr(meeting, name, value)
+        return collectives_of_a_step(world, *args)
 
 
 def test_an_exact_reduction_meets_once_per_small_bucket(ranks: Pool) -> None:
-    """Through shared memory. Where ranks lose their patience there is a byte per pair of ranks on the wire,
-    and nothing else."""
+    """Through shared memory. If ranks cannot meet there, there is a byte per pair of ranks on the wire, and
+    nothing else."""
     settings = {"reduction": "exact", "ddp": {"bucket_cap_mb": 0.01}}
-    for steps in ranks.run(meetings_of_a_step, nproc=3, args=(settings,), env=RECORD):
+    args = (8, 5, settings)
+    for steps in ranks.run(with_meetings, nproc=3, args=("_FUTEX_CALLS", {}, *args), env=RECORD):
         assert len(steps) == 4
-        for num_buckets, num_meetings, collectives in steps:
-            assert num_meetings == num_buckets >= 2
-            assert set(collectives) <= {("all_to_all", (3,))}
-            assert len(collectives) <= num_meetings
+        for collectives in steps:
+            assert set(collectives) == {("all_to_all", (3,))}
+            assert len(collectives) == len(steps[0]) >= 2
+    patient = ranks.run(with_meetings, nproc=3, args=("_PATIENCE_S", 60.0, *args), env=RECORD)
+    assert patient == [[[]] * 4] * 3, "no message at all"
 
 
 def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:

@@ -62,7 +62,7 @@ class MeetingPlace:
     than Linux, other machines than those listed), every meeting is a collective.
 
     Args:
-        group: the ranks, with a backend for the CPU; no other code may use it.
+        group: the ranks, with a backend for the CPU; no other thread may use it while they meet.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -92,13 +92,13 @@ class MeetingPlace:
         Raises:
             RuntimeError: for a rank that has died or did not come within the group's timeout.
         """
-        if self._file >= 0 and not self._is_by_library():
+        if self._file >= 0 and self._meet_in_memory():
             return 0
         dist.all_to_all_single(self._received, self._sent, group=self._group)
         return self._num_ranks - 1
 
-    def _is_by_library(self) -> bool:
-        """Meet by memory; return whether that has been left to the library."""
+    def _meet_in_memory(self) -> bool:
+        """Meet without messages; return `False` on every rank if the library takes over."""
         words = self._words
         before = words[_ENDED]
         with self._locked():
@@ -112,23 +112,23 @@ class MeetingPlace:
                 words[_ENDED] = (before | 1) + 1 + by_library  # The lowest bit says how this meeting ended.
         if is_last:
             self._syscall(self._call, self._word, _FUTEX_WAKE, _ALL)
-            return by_library
-        return by_library or self._await_last(before)
+            return not by_library
+        return not by_library and self._await_last(before)
 
     def _await_last(self, before: int) -> bool:
-        """Sleep until the last rank comes, but not for long; return whether the library takes over."""
+        """Sleep until the last rank comes, but not for long; return what `_meet_in_memory` does."""
         words, until = self._words, time.monotonic() + _PATIENCE_S
         while (left_s := until - time.monotonic()) > 0:
             # It returns at once if the word is another by now, and early if a signal arrives.
             limit = ctypes.byref(_Timespec(int(left_s), int(left_s % 1 * 1e9)))
             self._syscall(self._call, self._word, _FUTEX_WAIT, before, limit)
             if words[_ENDED] != before:
-                return bool(words[_ENDED] & 1)
+                return not words[_ENDED] & 1
         with self._locked():
             if words[_ENDED] != before:
-                return bool(words[_ENDED] & 1)
+                return not words[_ENDED] & 1
             words[_BY_LIBRARY] = 1
-        return True
+        return False
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

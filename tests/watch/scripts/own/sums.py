@@ -19,7 +19,7 @@ from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import plan_reduction
 
 # What the rank that hangs has reached: a meeting, before it has counted itself; or the end of a block.
-PLACES = {"memory": (MeetingPlace, "_is_by_library"), "nodes": (NodeExchange, "_add_arrived")}
+PLACES = {"memory": (MeetingPlace, "_meet_in_memory"), "nodes": (NodeExchange, "_add_arrived")}
 
 
 def main() -> None:
