@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from paceline.errors import PacelineError
@@ -23,8 +22,6 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _GRACE = "PACELINE_GRACE_S"
 _GOES_ON = "PACELINE_GOES_ON"
-_KEEPS = "PACELINE_KEEPS"
-KEEPING = "keeping"
 
 
 @dataclass(frozen=True)
@@ -149,29 +146,6 @@ def read_goes_on(environ: Mapping[str, str]) -> bool | None:
     """
     path = environ.get(_GOES_ON)
     return None if not path else not os.path.exists(path)
-
-
-def note_keeps(environ: MutableMapping[str, str], folder: str | os.PathLike[str]) -> None:
-    """Set the variable by which ranks know where to make the file of `find_keeps`.
-
-    Args:
-        environ: of the ranks.
-        folder: of the launcher.
-    """
-    environ[_KEEPS] = os.fspath(folder)
-
-
-def find_keeps(folder: str | os.PathLike[str] | None, pid: int) -> Path | None:
-    """Return the file of a rank that keeps its state if another node is lost, or `None` without a launcher.
-
-    Its text is empty, or `KEEPING` while the rank copies its state. The launcher then kills the rank later.
-
-    Args:
-        folder: of the launcher; by default that of this process's own.
-        pid: of the rank.
-    """
-    folder = os.environ.get(_KEEPS) if folder is None else folder
-    return Path(folder) / f"keeps-{pid}" if folder else None
 
 
 def usable_cores() -> int:

@@ -35,7 +35,6 @@ class RunningStatistics:
 
     Attributes:
         choices: of the routers.
-        is_begun: whether values are saved that neither `merge` nor `restore` has used yet.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -49,7 +48,6 @@ class RunningStatistics:
         self._made_first: list[Tensor] = []
         self._active: list[BatchNormBase] = []
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.is_begun = False
 
     @cached_property
     def _layers(self) -> list[BatchNormBase]:
@@ -94,7 +92,6 @@ class RunningStatistics:
         self._kept_before = [buffer.read() for buffer in self._kept]
         self._active = [layer for layer in self._layers if layer.training]
         self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
-        self.is_begun = True
 
     def start_microbatch(self) -> None:
         """Start the moving average and the counts from zero."""
@@ -129,7 +126,6 @@ class RunningStatistics:
         Args:
             rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
         """
-        self.is_begun = False
         self._restore_running()
         self._merge_kept()
         active = set(map(id, self._active))
@@ -167,12 +163,6 @@ class RunningStatistics:
         """Restore the statistics that `begin` saved (a skipped step changes nothing)."""
         self._restore_kept()
         self._restore_running()
-        self.is_begun = False
-
-    def covers(self, module: nn.Module, key: str) -> bool:
-        """Return whether `restore` gives a buffer the value that it had before the step."""
-        kept = any(buffer.module is module and buffer.key == key for buffer in self._kept)
-        return kept or any(layer is module for layer in self._active)
 
     @torch.no_grad()
     def _restore_kept(self) -> None:

@@ -463,9 +463,8 @@ class CheckpointSection(Section):
     """Steps between two states that stay in memory, in a process beside each rank, and in one on another node
     if there are several; 0: none. If a launcher starts ranks again, the run continues from there, also after
     a node is lost. Takes memory for two copies of what a rank writes in mode `"sharded"`, as much again on
-    several nodes; too little is refused. Unless it is 0, ranks that are left when another one ends keep the
-    last complete step, where replicas hold all of it. `"auto"`: as often as it costs less than 1% of the step
-    time, from the second minute on, if the launcher may start ranks again and a quarter of the free memory
+    several nodes; too little is refused. `"auto"`: as often as it costs less than 1% of the step time,
+    from the second minute on, if the launcher may start ranks again and a quarter of the free memory
     suffices."""
     max_failed: PositiveInt = 3
     """Number of failed saves in a row that ends the run (PL508). Fewer are reported, and training continues.

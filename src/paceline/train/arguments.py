@@ -94,7 +94,6 @@ class Arguments:
     keep: int
     checkpoint_mode: Literal["full", "sharded"]
     checkpoint_copies: int | Literal["auto"]
-    memory_on_failure: bool
     asynchronous_saves: bool
     max_failed_saves: int
     tensorboard: bool
@@ -277,7 +276,6 @@ class Arguments:
             RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
             RunSetting("checkpoint_mode", self.checkpoint_mode),
             RunSetting("checkpoint_copies", self.checkpoint_copies),
-            RunSetting("memory_on_failure", self.memory_on_failure),
             RunSetting("asynchronous_saves", self.asynchronous_saves),
             RunSetting("max_failed_saves", self.max_failed_saves),
             RunSetting("ddp", self.ddp),

@@ -10,7 +10,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -239,42 +239,10 @@ def drop_rows_after(path: Path, last_step: int) -> None:
     os.replace(partial, path)
 
 
-def add_missing_rows(path: Path, rows: str, last_step: int) -> bool:
-    """Make `metrics.jsonl` end with the row of a step; return whether it does.
-
-    Args:
-        path: of the file.
-        rows: of the last steps, as lines of the file; those that it lacks are appended.
-        last_step: later rows are dropped.
-
-    Raises:
-        PacelineError: PL523 if the file cannot be written.
-    """
-    try:
-        drop_rows_after(path, last_step)
-        newest = max((row["step"] for row in read_rows(path)), default=0)
-        added = [row for row in map(_parse_row, rows.splitlines()) if row is not None]
-        added = [row for row in added if newest < row["step"] <= last_step]
-        if [row["step"] for row in added] != list(range(newest + 1, last_step + 1)):
-            return False
-        if added:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(dump_rows(added))
-    except OSError as error:
-        raise unwritable_error(path, error) from error
-    return True
-
-
-def dump_rows(rows: Iterable[dict[str, Any]]) -> str:
-    """Return rows as lines of JSON; numbers that are not finite become null, because JSON has none."""
-    return "".join(
-        json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n" for row in rows
-    )
-
-
 def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        file.write(dump_rows([row]))
+        # JSON has no numbers that are not finite.
+        file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
     file.flush()
 
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
-from paceline.train.metrics import MetricsWriter, describe_step, dump_rows, find_peak_flops, measure_memory
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.step import SaveTimes, Step
 from paceline.train.update import ONE_IS_NAN, Update
 from paceline.world import World
 
 log = logging.getLogger(__name__)
-
-# Rank 0 writes at least once a second; a disk that other nodes share may lose what its node had not sent yet.
-_RECENT_S = 5.0
-_MIN_RECENT = 3
 
 
 class StepRecords:
@@ -33,9 +26,6 @@ class StepRecords:
         peak_flops: of one rank's device; `None` to use the known value of a common GPU.
         tokens_per_sample: for tokens/s.
         tensorboard: whether to write event files.
-
-    Attributes:
-        keeps_recent: whether every rank holds the last steps, at least those that rank 0 has not written yet.
     """
 
     def __init__(
@@ -56,13 +46,10 @@ class StepRecords:
         self._folder: Path | None = None
         self._first_step: int | None = None
         self._writer: MetricsWriter | None = None
-        self.keeps_recent = False
-        self._recent: deque[tuple[float, Step, int, SaveTimes]] = deque()
 
     def begin(self, folder: Path, step: int) -> None:
         """Write to `folder` from now on, after its rows up to `step`."""
         self._folder, self._first_step = folder, step
-        self._recent.clear()
 
     def write_step(
         self,
@@ -79,46 +66,21 @@ class StepRecords:
             updates: of all models.
             save_times: of the saves since the step before.
         """
-        if self.keeps_recent:
-            self._recent.append((time.monotonic(), step, num_samples, save_times))
-            while len(self._recent) > _MIN_RECENT and time.monotonic() - self._recent[0][0] > _RECENT_S:
-                self._recent.popleft()
         writer = self._open()
         if writer is not None:
             memory_bytes = writer.measure_memory(self._world.device)
-            writer.write(self._describe(step, num_samples, updates, save_times, memory_bytes))
-
-    def _describe(
-        self,
-        step: Step,
-        num_samples: int,
-        updates: Collection[Update],
-        save_times: SaveTimes,
-        memory_bytes: int,
-    ) -> dict[str, Any]:
-        flops = [update.runner.flops_per_sample for update in updates]
-        return describe_step(
-            step,
-            samples=num_samples,
-            tokens_per_sample=self._tokens_per_sample,
-            flops_per_sample=sum(f for f in flops if f) or None,
-            peak_flops=self._peak_flops,
-            memory_bytes=memory_bytes,
-            save_times=save_times,
-            layout=self._layout,
-        )
-
-    def dump_recent(self, updates: Collection[Update]) -> str:
-        """Return the rows of the last steps as lines of JSON, on any rank; see `keeps_recent`.
-
-        Args:
-            updates: of all models.
-        """
-        memory_bytes = measure_memory(self._world.device)
-        return dump_rows(
-            self._describe(step, num_samples, updates, save_times, memory_bytes)
-            for _, step, num_samples, save_times in self._recent
-        )
+            flops = [update.runner.flops_per_sample for update in updates]
+            row = describe_step(
+                step,
+                samples=num_samples,
+                tokens_per_sample=self._tokens_per_sample,
+                flops_per_sample=sum(f for f in flops if f) or None,
+                peak_flops=self._peak_flops,
+                memory_bytes=memory_bytes,
+                save_times=save_times,
+                layout=self._layout,
+            )
+            writer.write(row)
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write the results of an evaluation after `step`, by name."""

@@ -134,7 +134,6 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         keep=recipe.checkpoint.keep,
         checkpoint_mode=recipe.checkpoint.mode,
         checkpoint_copies=recipe.checkpoint.copies,
-        memory_on_failure=recipe.checkpoint.memory_every != 0,
         asynchronous_saves=recipe.checkpoint.asynchronous,
         max_failed_saves=recipe.checkpoint.max_failed,
         tensorboard=recipe.metrics.tensorboard,

@@ -57,7 +57,6 @@ from paceline.train.same_settings import (
     read_hyperparameters,
 )
 from paceline.train.saving import SaveHandle, Saving, refuse_saving
-from paceline.train.state.last_step import LastStep
 from paceline.train.state.saver import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
@@ -124,8 +123,6 @@ class Trainer(TrainedModels):
             Either loads under any layout.
         checkpoint_copies: where nodes have disks of their own, the number of disks that get each file of a
             checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
-        memory_on_failure: if another rank ends, keep the last complete step in memory for ranks that the
-            launcher starts again, where replicas hold all of it. Costs microseconds per step.
         asynchronous_saves: write checkpoints while training goes on, from a copy of what each rank writes.
         max_failed_saves: saves in a row that the disk may refuse before PL508 ends the run.
         tensorboard: write event files into the run's folder.
@@ -167,7 +164,6 @@ class Trainer(TrainedModels):
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
         checkpoint_copies: int | Literal["auto"] = "auto",
-        memory_on_failure: bool = True,
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
         tensorboard: bool = False,
@@ -250,16 +246,6 @@ class Trainer(TrainedModels):
             microbatch_size=given.microbatch_size,
         )
         self._records = given.build_records(self.world, self.layout)
-        self._last_step = LastStep(
-            self.world,
-            self.layout,
-            self.models,
-            self._updates,
-            self._statistics,
-            self._saver,
-            self._records,
-            is_wanted=given.memory_on_failure and given.comm_hook is None,
-        )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan
@@ -368,7 +354,6 @@ class Trainer(TrainedModels):
                 if (saved := self._saver.tracked.take_loader_state(name)) is not None:
                     loader.load_state_dict(saved)
         self._records.begin(Path(folder), self.step_number)
-        self._last_step.reset()
         self._last_step_end_s = time.perf_counter()
         return self.step_number
 
@@ -390,7 +375,6 @@ class Trainer(TrainedModels):
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
-        self._last_step.note(self._describe_progress)
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
@@ -426,7 +410,7 @@ class Trainer(TrainedModels):
                 PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
         # At the begin: its checkpoint has what the loop did after the last step.
-        self.leave_if_asked(has_batch=True)
+        self.leave_if_asked()
         self._saver.check_complete()
         if isinstance(batch, Share):
             share = batch
@@ -443,7 +427,6 @@ class Trainer(TrainedModels):
             (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
             tuple(read_hyperparameters(u.optimizer) for u in updates),
         )
-        self._last_step.begin_step()
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
 
@@ -482,7 +465,6 @@ class Trainer(TrainedModels):
         times = self._saver.end_step()
         self._records.write_step(step, self.num_samples, self._updates.values(), times)
         self._skipped.count(step)
-        self._last_step.end_step()
         return step
 
     def find_random_draws(self, batch: Share) -> list[Finding]:
@@ -527,17 +509,13 @@ class Trainer(TrainedModels):
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
 
-    def leave_if_asked(self, *, has_batch: bool = False) -> None:
+    def leave_if_asked(self) -> None:
         """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
 
         Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
         example an average of weights.
-
-        Args:
-            has_batch: whether the loop has the next step's batch.
         """
         self._requests.install()
-        self._last_step.note(self._describe_progress, again=not has_batch)
         if not self._stop_signum:
             return
         saved = None
@@ -550,7 +528,6 @@ class Trainer(TrainedModels):
 
     def close(self) -> None:
         """Close files and restore the signal handlers; `World.close` calls it."""
-        self._last_step.hand_over(self.world.error)  # before a stop signal could end this process
         self._requests.remove()
         for update in self._updates.values():
             update.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -133,8 +133,6 @@ class Update:
         self.gradient_hooks: list[GradientHook] = []
         # Called before anything writes to weights or optimizer state, which a save may be copying.
         self.before_write: Callable[[], None] = lambda: None
-        # Called before an update changes anything of the state that a step began with.
-        self.before_update: Callable[[], None] = lambda: None
         self.runner = runner
         self.placement = placement
         self._mesh = mesh
@@ -276,16 +274,12 @@ class Update:
         """Release the runner's resources."""
         self.runner.close()
 
-    def optimizer_pieces(self, named: Sequence[tuple[str, Tensor]] | None = None) -> Any:
+    def optimizer_pieces(self) -> Any:
         """Return the optimizer's state by parameter name, with this rank's pieces of divided tensors.
 
         Collective over pp, where each rank has the state of its own stages.
-
-        Args:
-            named: the model's parameters by full name, if a forward may have gathered whole ones.
         """
-        known = self.model.named_parameters() if named is None else named
-        found = optimizer_state_by_name(self.optimizer, known, self.placement)
+        found = optimizer_state_by_name(self.optimizer, self.model.named_parameters(), self.placement)
         return found if self._mesh is None else complete_pieces(found, self.placement, self._mesh.pp)
 
     def optimizer_state(self, *, keep: bool = True) -> Any:
@@ -344,7 +338,6 @@ class Update:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale
         skipped = self._find_reason_to_skip(agreed, weight, norm)
-        self.before_update()
         if skipped is None:
             self._statistics.merge(agreed.statistics)
             self._apply(gradients, scale, norm)

@@ -52,8 +52,6 @@ class HeldShare:
         files: name, first byte in the memory and number of bytes.
         digests: of tensors that other ranks hold too.
         rows: of writer 0, the rows of metrics that not all disks have yet; see `train/follow.py`.
-        last_rows: of a state that was kept because a rank had ended, the rows of metrics of the last steps;
-            `None` for other states.
     """
 
     step: int
@@ -65,7 +63,6 @@ class HeldShare:
     files: list[tuple[str, int, int]]
     digests: list[Digests]
     rows: dict[str, tuple[int, str]] = field(default_factory=dict)
-    last_rows: str | None = None
 
     def dump(self) -> dict[str, Any]:
         """Return it as JSON."""

@@ -3,13 +3,11 @@
 `KeeperProcess` starts it. It is a Python without torch, in a session of its own. It shares two slots of
 memory without names (`memfd_create`) with its rank. Lines of JSON go through a socket:
 
-    rank to keeper    {"do": "answer"}                  tell the rank that the keeper has started
-                      {"do": "listen", "address": ...}  receive copies of ranks on another node from now on
+    rank to keeper    {"do": "listen", "address": ...}  receive copies of ranks on another node from now on
                       {"do": "drop", "slot": 0}         the rank is about to write into this slot
                       {"do": "keep", "slot": 0, ...}    the slot is a share of a state: its files, step, ...
                                                         and the keeper on another node that gets a copy
-    keeper to rank    {}                                it has started
-                      {"port": ..., "problem": ""}      it listens
+    keeper to rank    {"port": ..., "problem": ""}      it listens
                       {"problem": ""}                   the share is checked and published, and its copy too
 
 What it holds is published in one more file without a name, the index (`held_states.py` reads it). If the rank
@@ -130,9 +128,6 @@ class MemoryKeeper:
         while (message := self._link.receive()) is not None:
             if message["do"] == "leave":
                 return
-            if message["do"] == "answer":
-                self._link.send({})
-                continue
             if message["do"] == "listen":
                 self._listen(message["address"], message["secret"])
                 continue
@@ -176,15 +171,6 @@ class KeeperProcess(CompanionProcess):
 
     def __init__(self, slots: Sequence[int], home_pid: int, folder: str) -> None:
         super().__init__(MARKER, MARKER, slots, (str(home_pid), folder))
-
-    def wait_until_started(self) -> None:
-        """Wait until it has started. Until then, the kernel may not tell others whose keeper it is.
-
-        Raises:
-            EOFError: it has ended.
-        """
-        self._send({"do": "answer"})
-        self._read(None)
 
     def drop(self, slot: int) -> None:
         """Make the keeper drop a slot's state, before the slot is overwritten."""

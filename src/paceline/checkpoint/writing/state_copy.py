@@ -251,23 +251,6 @@ class StateCopy:
         self._memory.view(start, tensor).copy_(tensor, non_blocking=non_blocking)
 
 
-@torch.no_grad()
-def copy_files(memory: CopyMemory, plans: Sequence[FilePlan]) -> None:
-    """Copy files into memory at once.
-
-    Args:
-        memory: large enough (`measure`).
-        plans: the files; nothing writes to their tensors meanwhile.
-    """
-    for plan, (_, start, _) in zip(plans, lay_out(plans), strict=True):
-        for piece in plan.pieces:
-            if isinstance(piece, bytes):
-                memory.put(start, piece)
-            else:
-                memory.view(start, piece).copy_(piece)
-            start += piece_bytes(piece)
-
-
 def lay_out(plans: Sequence[FilePlan]) -> list[Place]:
     """Return the places of files in the memory."""
     places = []

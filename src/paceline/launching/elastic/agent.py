@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -44,14 +43,12 @@ from paceline.exit_codes import STOPPED
 from paceline.launching.elastic.members import MembersRendezvous
 from paceline.launching.elastic.rendezvous import Meeting, build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
-from paceline.place import KEEPING, find_keeps, note_goes_on, note_keeps
+from paceline.place import note_goes_on
 from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
 
 _LEAVES = "paceline/leaves/"
 # torch reads the list of waiting nodes once a second.
 _NEWS_S = 3.0
-# How long ranks may take until they keep the last complete step, and to keep it, after a node was lost.
-_KEEP_BEGIN_S, _KEEP_S = 1.0, 12.0
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +76,6 @@ def run_agent(
     """
 
     def end_ranks() -> None:
-        let_ranks_keep(ranks, rounds)
         for rank in ranks.running:
             if rank.pid:
                 ranks.kill(rank)
@@ -87,8 +83,6 @@ def run_agent(
     handler, master = build_rendezvous(
         config, meeting, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
     )
-    if rounds.leaves is not None:
-        note_keeps(os.environ, rounds.leaves.parent)
     if isinstance(handler, MembersRendezvous):
         handler.on_put_out, rounds.report_slow = rounds.on_put_out, handler.report_slow
         if handler.is_elastic:
@@ -268,8 +262,6 @@ class _Agent(SteppedAgent):
         news = None if self._members is None else self._members.news
         if self._members is None or not self._members.lost:
             self.stop_ranks(group)
-        else:
-            let_ranks_keep(self._ranks, self._rounds)
         for rank in self._ranks.latest:
             self._ranks.kill(rank)
         self._rounds.on_restart(self.restarts_left, news)
@@ -280,31 +272,6 @@ class _Agent(SteppedAgent):
             super().wait_for_others()
         else:
             self._members.finish()
-
-
-def let_ranks_keep(ranks: Ranks, rounds: Attempts) -> None:
-    """Wait until ranks have kept the last complete step in memory, if they do, after a node was lost.
-
-    Ranks that can do so have 1 s to begin, which their broken connections tell them to, and 12 s to end.
-
-    Args:
-        ranks: of this node.
-        rounds: has the launcher's folder.
-    """
-    if rounds.leaves is None:
-        return
-    files = [find_keeps(rounds.leaves.parent, rank.pid) for rank in ranks.running if rank.pid]
-    begin_s = time.monotonic()
-    while any(_is_keeping(file, time.monotonic() - begin_s) for file in files if file is not None):
-        time.sleep(0.05)
-
-
-def _is_keeping(file: Path, waited_s: float) -> bool:
-    try:
-        is_under_way = file.read_text() == KEEPING
-    except OSError:
-        return False
-    return waited_s < (_KEEP_S if is_under_way else _KEEP_BEGIN_S)
 
 
 def _build_loss_error(members: MembersRendezvous) -> PacelineError:

@@ -18,7 +18,6 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder, files
 from paceline.checkpoint.memory.held_states import put_aside
@@ -168,15 +167,6 @@ class Failures:
     def _tell(self, text: str, *values: object) -> None:
         if self._world.is_main:
             log.warning(text, *values)
-
-
-def failed_by_itself(folder: Path) -> bool:
-    """Return whether some rank of the last start has noted an error; before `settle`.
-
-    Args:
-        folder: of the checkpoints.
-    """
-    return next(folder.glob(f"{_NOTE}*"), None) is not None
 
 
 def may_come_from_state(error: BaseException) -> bool:

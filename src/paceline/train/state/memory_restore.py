@@ -9,9 +9,6 @@ Protocol, all ranks together, at each start:
    disks have a whole one of that step or a later one. The ranks of a node share out what it holds.
 3. A share that is not as it was is named, and another node's copy is used, or an older state.
 4. The keepers of earlier starts end.
-
-A state that ranks kept because another one had ended (`last_step.py`) is not used if a rank failed by an
-error of its own, which might come from that state, or if metrics of its steps are missing.
 """
 
 from __future__ import annotations
@@ -42,14 +39,10 @@ from paceline.checkpoint.names import FAILED, step_name
 from paceline.checkpoint.same_copies import find_difference
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
-from paceline.train.belongings import METRICS
 from paceline.train.follow import SharedRows
-from paceline.train.metrics import add_missing_rows
 from paceline.train.state.apart import commit_apart, has_whole
 from paceline.train.state.disks import Disks
-from paceline.train.state.failures import failed_by_itself
-from paceline.train.state.memory_saves import may_restart
-from paceline.train.state.transfer import gather, run_on_main
+from paceline.train.state.transfer import gather
 from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import caught, commit_shares
 from paceline.world import World
@@ -83,15 +76,11 @@ class MemoryOfNodes:
     Args:
         world: the ranks.
         folder: of the run.
-
-    Attributes:
-        starts_again: whether the launchers of all ranks may start them again.
     """
 
     def __init__(self, world: World, folder: Path) -> None:
         self._world, self._folder = world, folder
-        nodes, may = zip(*gather(world, (world.node_rank, may_restart(os.environ))), strict=True)
-        self.starts_again: bool = all(may)
+        nodes = gather(world, world.node_rank)
         self._node_ranks = [rank for rank, node in enumerate(nodes) if node == world.node_rank]
         leads = world.rank == self._node_ranks[0]
         self._found = find_held(folder.absolute(), os.getppid()) if leads else {}
@@ -137,16 +126,9 @@ class MemoryOfNodes:
             if is_there:
                 return None
             share = places[0].held.share
-            run, is_last = share.identity.get("run"), share.last_rows is not None
+            run = share.identity.get("run")
             if runs and run not in runs:
                 self._warn("The memory holds step %d of another run (%s), which is not used.", step, run)
-            elif is_last and (reason := self._find_objection(step, checkpoints, rows)):
-                self._warn(
-                    "The ranks that were left kept step %d when another one ended. It is not used, because "
-                    "%s. [PL567]",
-                    step,
-                    reason,
-                )
             elif self._restore(step, places, disks, checkpoints, copies, rows):
                 return step
         return None
@@ -154,20 +136,6 @@ class MemoryOfNodes:
     def end(self) -> None:
         """End the keepers of earlier starts."""
         end_keepers(self._found)
-
-    def _find_objection(self, step: int, checkpoints: CheckpointFolder, rows: SharedRows | None) -> str:
-        """Return why a state that was kept because a rank had ended cannot be used, or ""."""
-        if rows is not None:
-            return "the nodes now have disks of their own"
-
-        def find() -> str:
-            if failed_by_itself(checkpoints.path):
-                return "a rank failed by an error of its own, which may come from this state"
-            if (checkpoints.path / f"{FAILED}{step_name(step)}").exists():
-                return "two starts went on from this step and ended"
-            return ""
-
-        return run_on_main(self._world, find)
 
     def _restore(
         self,
@@ -190,10 +158,6 @@ class MemoryOfNodes:
             difference = find_difference({writer: share.digests for writer, share in details.items()})
             if difference is not None:
                 self._warn("Step %d in memory cannot be used: %s [PL560]", step, difference.saw)
-                return False
-            last_rows = details[0].last_rows
-            if last_rows is not None and not self._add_rows(last_rows, step):
-                self._warn("Step %d in memory is not used, because %s lacks rows. [PL567]", step, METRICS)
                 return False
             own_altered: list[tuple[int, str]] = []
             write = partial(self._write, chosen, own_altered)
@@ -229,27 +193,8 @@ class MemoryOfNodes:
                 return False
             copied = sorted({w for w, place in chosen.items() if place.held.is_copy})
             source = f", with copies of what {name_ranks(copied)} held" if copied else ""
-            if last_rows is None:
-                self._warn("All ranks ended after step %d was copied%s; it is now %s.", step, source, path)
-            else:
-                self._warn(
-                    "A rank ended after step %d. The ranks that were left kept that step in memory; "
-                    "it is now %s.",
-                    step,
-                    path,
-                )
+            self._warn("All ranks ended after step %d was copied%s; it is now %s.", step, source, path)
             return True
-
-    def _add_rows(self, rows: str, step: int) -> bool:
-        """Complete the metrics up to a step; return whether they are complete."""
-
-        def add() -> bool:
-            try:
-                return add_missing_rows(self._folder / METRICS, rows, step)
-            except PacelineError:  # the start goes on from an older state, and reports its own errors
-                return False
-
-        return run_on_main(self._world, add)
 
     def _gather_details(self, chosen: Mapping[int, _Place]) -> dict[int, Any]:
         """Return the whole shares, without their places; collective."""
@@ -324,5 +269,4 @@ def _choose(places: Sequence[_Place]) -> dict[int, _Place] | None:
 def _strip(held: HeldPlace) -> HeldPlace:
     """Return a place without what only the writing of its state needs."""
     run = {"run": held.share.identity.get("run")}
-    last_rows = None if held.share.last_rows is None else ""
-    return replace(held, share=replace(held.share, identity=run, digests=[], rows={}, last_rows=last_rows))
+    return replace(held, share=replace(held.share, identity=run, digests=[], rows={}))

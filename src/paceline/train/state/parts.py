@@ -90,15 +90,6 @@ class Parts:
         self._tensors = model_tensors(models, keep_vars=True)
         self.known = known or KnownPlans()
 
-    def renew_buffers(self) -> None:
-        """Find the models' buffers again: a forward may have replaced some by other tensors."""
-        for name, model in self._models.items():
-            prefix = "" if len(self._models) == 1 else f"{name}."
-            for key, buffer in model.named_buffers(remove_duplicate=False):
-                known = self._tensors.get(f"{prefix}{key}")
-                if known is not None and not isinstance(known, nn.Parameter):
-                    self._tensors[f"{prefix}{key}"] = buffer
-
     @property
     def is_divided(self) -> bool:
         """Whether this rank lacks a part of the model."""

@@ -77,8 +77,6 @@ from paceline.world import World
 
 log = logging.getLogger(__name__)
 
-NamedTensors = Mapping[str, Sequence[tuple[str, Tensor]]]
-
 
 class Saver:
     """The saving and loading of a trainer's state.
@@ -100,7 +98,6 @@ class Saver:
     Attributes:
         folder: of the run; `None` before `load`.
         saving: makes the saves.
-        survives: whether a launcher starts all ranks again, and one disk holds the run's folder.
         tracked: objects and positions of loaders that are part of the checkpoints.
         has_raw_batches: whether some batches did not come from a loader, so that the trainer's own
             microbatch size counts.
@@ -128,7 +125,6 @@ class Saver:
         self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
         self.saving = saving
-        self.survives = False
         self._copies_wanted, self._copies = copies, 1
         self._layout = layout
         self._reduction = reduction
@@ -285,7 +281,6 @@ class Saver:
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
         memory = MemoryOfNodes(self._world, folder)
-        self.survives = memory.starts_again and disks.is_common
         checks = SharedVerification(self._world, checkpoints)
         memory.restore(disks, checkpoints, checks, copies=self._copies, rows=self._rows)
         memory.end()
@@ -450,43 +445,19 @@ class Saver:
 
     def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
-        return self.describe_progress(counters) | {
-            "settings": self.describe_settings(),
-            "rng": read_generators(self._world.device),
-        }
-
-    def describe_progress(self, counters: dict[str, Any]) -> dict[str, Any]:
-        """Return what each step changes, except for tensors, generators, hooks and tracked objects."""
+        # A loader that has not moved, such as one for evaluation, has no position to save.
+        moved = {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
         return {
             "loss": counters["loss"],  # `paceline checkpoint show` prints it
             "counters": counters,
             "updates": {name: update.state_dict() for name, update in self._updates.items()},
-            "loaders": self.tracked.read_loaders(self._moved_loaders()),
+            "loaders": self.tracked.read_loaders(moved),
+            "settings": self._describe_settings(moved),
+            "rng": read_generators(self._world.device),
         }
-
-    def describe_settings(self) -> dict[str, Any]:
-        """Return the settings that the result depends on, of the run and of the loaders that have moved."""
-        return self._describe_settings(self._moved_loaders())
-
-    def _moved_loaders(self) -> dict[str, Loader]:
-        # A loader that has not moved, such as one for evaluation, has no position to save.
-        return {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
 
     def _parts(self) -> Parts:
         return Parts(self._models, self._updates, self._layout, self._world.rank, self._known)
-
-    def list_last(
-        self, describe: Callable[[], dict[str, Any]], named: NamedTensors, parts: Parts
-    ) -> RunState:
-        """Return this rank's part of the state in memory, without communication.
-
-        Args:
-            describe: as in `RunState`.
-            named: by model, its parameters by full name.
-            parts: of the models.
-        """
-        pieces = {name: update.optimizer_pieces(named[name]) for name, update in self._updates.items()}
-        return RunState(parts, pieces, {}, describe, self._recipe_toml)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of this start's checkpoints; rank 0's counts."""
