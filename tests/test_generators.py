@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import generators
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content import full
 from paceline.generators import (
-    GeneratorCopier,
-    find_python_words,
     preserved_generators,
     read_generators,
-    read_python_state,
     seed_generators,
     write_generators,
-    write_python_state,
 )
 from paceline.seeds import derive_seed
 from tests.checkpoint.states import load_newest
@@ -118,28 +113,6 @@ def test_preserved_after_an_error_too() -> None:
     assert draw() == expected
 
 
-def test_pythons_generator_is_read_from_memory_as_getstate_gives_it() -> None:
-    assert find_python_words() is not None
-    random.seed(3)
-    random.gauss()  # half of a pair waits in gauss_next
-    kept, expected = read_python_state(), random.getstate()
-    random.seed(4)
-    write_python_state(kept)
-    assert random.getstate() == expected
-
-
-def test_pythons_generator_where_its_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random, "getstate", lambda: (3, (0,) * 625, None))
-    assert find_python_words() is None
-    monkeypatch.undo()
-    monkeypatch.setattr(generators, "_python_words", None)
-    random.seed(3)
-    kept, expected = read_python_state(), random.getstate()
-    random.seed(4)
-    write_python_state(kept)
-    assert random.getstate() == expected
-
-
 def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
     seed_generators(3, CPU)
     draw()
@@ -157,27 +130,3 @@ def test_a_state_of_another_device_is_ignored() -> None:
     state = read_generators(CPU)
     write_generators(state | {"cuda": torch.zeros(16, dtype=torch.uint8)}, CPU)
     assert "cuda" not in state
-
-
-def test_generators_are_copied_as_a_save_reads_them() -> None:
-    copier = GeneratorCopier()
-
-    def compare() -> None:
-        found, expected = copier.copy().describe(), read_generators(CPU)
-        assert torch.equal(found["torch"], expected["torch"])
-        np.testing.assert_equal(found["numpy"], expected["numpy"])
-        np.testing.assert_equal(found["python"], expected["python"])
-
-    compare()
-    for draw in (
-        lambda: torch.rand(3),
-        lambda: np.random.rand(),
-        lambda: np.random.normal(),  # caches a second one
-        lambda: np.random.normal(),  # and uses it, which changes nothing else
-        lambda: random.gauss(0, 1),
-        lambda: random.seed(3),
-        lambda: np.random.seed(3),
-    ):
-        draw()
-        compare()
-        compare()

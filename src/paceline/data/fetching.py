@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from paceline.data.order import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
-from paceline.generators import preserved_generators, read_python_state, write_python_state
+from paceline.generators import preserved_generators
 from paceline.torch_seams.loader import forget_worker
 
 Collate = Callable[[list[Any]], Any]
@@ -304,12 +304,12 @@ class _GeneratorStates:
     """The states of the global CPU generators when it was created."""
 
     def __init__(self) -> None:
-        self.python = read_python_state()
+        self.python = random.getstate()
         self.numpy = np.random.get_state()
         self.torch = torch.default_generator.get_state()
 
     def restore(self) -> None:
-        write_python_state(self.python)
+        random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
 
