@@ -21,8 +21,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from paceline.bench.common_clock import CommonClock
 from paceline.bench.spread import Spread
-from paceline.comm.common_clock import CommonClock
 from paceline.comm.exchange import MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import plan_reduction

@@ -48,7 +48,7 @@ def time_calls() -> None:
     import torch
     import torch.distributed as dist
 
-    from paceline.comm.common_clock import CommonClock
+    from paceline.bench.common_clock import CommonClock
     from paceline.world import start
 
     with start(device="cpu", threads_per_rank=1) as world:

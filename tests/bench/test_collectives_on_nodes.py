@@ -33,8 +33,8 @@ def bench() -> ModuleType:
 
 
 def cells_of(found: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Gloo's cells by operation and size."""
-    return {(cell["operation"], cell["num_bytes"]): cell for cell in found["cells"] if cell["is_gloo"]}
+    """The cells by operation and size."""
+    return {(cell["operation"], cell["num_bytes"]): cell for cell in found["cells"]}
 
 
 def skip_without_limits() -> None:
@@ -75,5 +75,3 @@ def test_a_long_link_costs_round_trips(bench: ModuleType) -> None:
     cells = cells_of(found)
     trips = {name: cells[name, 64]["time_s"]["median"] / 50e-3 for name in ("all_reduce", "all_gather")}
     assert trips == pytest.approx({"all_reduce": 6, "all_gather": 3}, rel=0.25)
-    (direct,) = (c for c in found["cells"] if (c["operation"], c["algorithm"]) == ("all_reduce", "direct"))
-    assert direct["time_s"]["median"] < cells["all_reduce", 64]["time_s"]["median"] / 3

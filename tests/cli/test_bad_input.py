@@ -114,15 +114,6 @@ CASES = {
         _set("model.layers=0", "train.seed=-1"), ["2 problems", "model.layers=0", "train.seed=-1"]
     ),
     "malformed setting": Case(_set("train.steps"), ["train.steps", "key=value", "PL123"]),
-    "unknown operation": Case(
-        _train("--algorithm", "all_reduce=ring"),
-        ["all_reduce=ring", "exact_sum, agreement, broadcast", "PL967"],
-    ),
-    "unknown algorithm": Case(
-        _train("--algorithm", "exact_sum=bynode"),
-        ["exact_sum=bynode", "Did you mean --algorithm exact_sum=by-node", "PL967"],
-    ),
-    "links missing": Case(_train("--nproc", "2", "--links", "no.json"), ["no.json", "PL950"]),
     "microbatch over batch": Case(
         _set("train.microbatch_size=8"), ["microbatch_size=8", "global_batch_size=4", "PL108"]
     ),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from paceline.bench.collectives import Cell, Collectives
+from paceline.bench.link_times import find_slow_links
+from paceline.bench.predictions import ALGORITHMS
 from paceline.bench.spread import Spread
 from paceline.cli.bench_collectives import describe_collectives, parse_sizes
-from paceline.comm.links import find_slow_links
-from paceline.comm.links_file import save_links
 from paceline.errors import PacelineError
-from paceline.plan.collectives import GLOO_ALGORITHMS
+from tests.bench.measured_links import make_links
 from tests.cli.test_bench import run
-from tests.comm.measured import make_links
 
 
 def test_sizes_are_read_with_their_units() -> None:
@@ -34,9 +31,6 @@ def test_sizes_that_are_none_are_refused(text: str) -> None:
         (("--nproc", "0"), "PL620", "nproc=0"),
         (("--repeats", "0"), "PL620", "repeats=0"),
         (("--nproc", "100000"), "PL321", "100000"),
-        (("--links", "nothing.json"), "PL950", "nothing.json"),
-        (("--save-links", "nowhere/links.json"), "PL955", "nowhere"),
-        (("--links", "a", "--save-links", "b"), "PL956", "--save-links b"),
     ],
 )
 def test_refuses(words: tuple[str, ...], code: str, seen: str) -> None:
@@ -53,27 +47,20 @@ def test_under_a_launcher_the_ranks_exist(monkeypatch: pytest.MonkeyPatch) -> No
         run("collectives", "--nproc", 2)
 
 
-def test_prints_a_row_per_operation_and_refuses_links_of_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_a_row_per_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("collectives", "--nproc", 2, "--sizes", "1KB", "--repeats", 1) == 0
     out = capsys.readouterr().out
     assert "collectives on 2 ranks of 1 node, gloo" in out
     rows = [line for line in out.splitlines() if " KiB " in line]
-    by_gloo = [row.split()[0] for row in rows if "(paceline)" not in row]
-    assert by_gloo == [name for name in GLOO_ALGORITHMS if name != "barrier"]
-    own = [row.split()[0] for row in rows if "(paceline)" in row]
-    assert own == ["all_reduce", "reduce_scatter", "broadcast"]
+    assert [row.split()[0] for row in rows] == [name for name in ALGORITHMS if name != "barrier"]
     assert "median error of the prediction" in out
     assert "no slow link" in out
 
 
 def make_found() -> Collectives:
     links = make_links((0, 1, 2, 3), slow={(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0})
-    cell = Cell("all_reduce", 1024, "ring", True, Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
-    return Collectives(
-        links.nodes, links.hosts, "gloo", links, "links.json", find_slow_links(links), [cell], 0.5, 0.0, 2
-    )
+    cell = Cell("all_reduce", 1024, "ring", Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
+    return Collectives(links.nodes, links.hosts, "gloo", links, find_slow_links(links), [cell], 0.5, 0.0, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -96,12 +83,5 @@ def test_a_slow_link_is_the_last_line() -> None:
     assert lines[-1] == (
         "slow link: host2 (rank 2) with all other nodes: 5.0 times the usual time of large messages"
     )
-    assert "  links, from links.json:" in lines
+    assert "  links, measured in 1.5 s:" in lines
     assert "    between nodes: 1.0 ms one way, 2.0 ms per exchange, 10 MB/s in a ring" in lines
-
-
-def test_links_are_saved_by_the_name_given(tmp_path: Path) -> None:
-    path = tmp_path / "links.json"
-    save_links(make_links((0, 0)), path)
-    with pytest.raises(PacelineError, match=r"links\.json has the links of host0.*PL951"):
-        run("collectives", "--links", path)

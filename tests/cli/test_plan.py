@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import plan
-from paceline.comm.links_file import save_links
 from paceline.comm.tree import plan_reduction
 from paceline.errors import PacelineError
 from paceline.plan.parameters import count_parameters, list_parameters
 from paceline.plan.traffic_table import plan_recipe_traffic
 from paceline.recipe import Layout, load_recipe
-from paceline.units import format_seconds
-from tests.comm.measured import make_links
 
 
 def run(*words: object) -> int:
@@ -99,38 +96,6 @@ def test_traffic_has_a_row_per_axis_and_names_what_is_not_counted(
         run("traffic", recipe, "--set", "data.tokenizer=own.json")
     assert caught.value.code == "PL928"
     assert "own.json" in caught.value.saw
-
-
-def test_traffic_has_seconds_with_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, links = Path(__file__).parents[2] / "recipes" / "gpt-stdlib.toml", tmp_path / "links.json"
-    save_links(make_links((0, 0, 1, 1)), links)
-    words = ("--set", "layout.dp_replicate=2", "--set", "layout.tp=2", "--set", "train.dtype=fp32")
-    assert run("traffic", recipe, *words, "--json") == 0
-    assert "time_s" not in capsys.readouterr().out
-    assert run("traffic", recipe, *words, "--links", links, "--json") == 0
-    table = json.loads(capsys.readouterr().out)
-    seconds = [row["time_s"] for row in table["axes"]]
-    assert min(seconds) > 1e-3
-    assert table["total_s"] == sum(seconds)
-    assert (table["links"], table["total_lacks"]) == (str(links), [])
-    for row in table["axes"]:
-        assert row["no_time"] is None
-        assert sum(call["times"] for call in row["calls"]) >= 1
-    assert run("traffic", recipe, *words, "--links", links) == 0
-    out = capsys.readouterr().out
-    assert f"total: {format_seconds(table['total_s'])} per step if nothing overlaps" in out
-    assert all(format_seconds(each) in out for each in seconds)
-    more = ("--set", "layout.recompute=block", "--links", links)
-    assert run("traffic", recipe, *words, *more) == 0
-    out = capsys.readouterr().out
-    assert f"total: at least {format_seconds(seconds[0])} (without tp)" in out
-    assert "counted without recompute" in out
-    assert run("traffic", recipe, "--set", "layout.dp_shard=4", "--links", links) == 0
-    assert "total: not predicted" in capsys.readouterr().out
-    for given, code in (((*words[:2], "--links", links), "PL925"), (("--links", tmp_path), "PL950")):
-        with pytest.raises(PacelineError) as caught:
-            run("traffic", recipe, *given)
-        assert caught.value.code == code
 
 
 def test_exact_sums_are_counted_by_the_subtrees_of_the_first_rank() -> None:

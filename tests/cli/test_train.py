@@ -65,15 +65,3 @@ def test_a_complete_run_is_reported_again(folder: Path) -> None:
         assert one[key] == two[key]
     assert one["step_s"] > 0
     assert two["step_s"] is None
-
-
-@pytest.mark.slow
-def test_the_choice_of_algorithms_is_reported_once(folder: Path) -> None:
-    words = ("--algorithm", "exact_sum=direct", "--algorithm", "broadcast=pipeline")
-    done = paceline(folder, "train", "recipe.toml", "--nproc", "2", *words)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "algorithm: " in line]
-    assert lines == [
-        "INFO: algorithm: exact_sum=direct, broadcast=pipeline; agreement by the fixed rule, because no file "
-        "of links is given (--links FILE)"
-    ]

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import meeting, segment
+from paceline.comm import exchange, meeting, segment
 from paceline.comm.exchange import Exchange, MessageExchange
+from paceline.comm.shared_memory import _SMALL_BYTES as SHARED_SMALL_BYTES
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import TreeSum, plan_reduction
-from paceline.plan.exact_sums import SHARED_SMALL_BYTES
+from paceline.plan import calls
 from tests.dist.pool import Pool, RankError
 
 KINDS = {"messages": MessageExchange, "shared": SharedMemoryExchange}
@@ -190,3 +191,7 @@ def test_a_dead_rank_is_an_error_and_no_hang(ranks: Pool) -> None:
     assert caught.value.exit_codes == {1: -9}
     assert re.search("Connection (closed|reset) by peer", caught.value.reports[0])
     assert time.monotonic() - started_s < 10
+
+
+def test_plans_count_the_vectors_that_travel_whole() -> None:
+    assert calls.WHOLE_BYTES == exchange.WHOLE_BYTES

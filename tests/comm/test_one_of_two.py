@@ -43,13 +43,11 @@ def test_two_pid_namespaces_of_a_host_are_two_machines_of_one_node() -> None:
     if reason := why_no_nodes():
         pytest.skip(reason)
     ranks = start_ranks("sum", ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"])
-    machines, nodes, sent_bytes, is_right, refused = read_main(ranks)
+    machines, nodes, sent_bytes, is_right = read_main(ranks)
     ranks[1].communicate(timeout=30)
     assert ranks[1].returncode == 0
     assert (machines, nodes, is_right) == ([0, 1], [0, 0], True)
     assert sent_bytes == 2 * 20_000 // 2, "messages: half a vector there and half back"
-    assert "2 ranks on 2 machines" in refused
-    assert "PL968" in refused
 
 
 def test_a_rank_that_never_answers_ends_the_measurement_of_links() -> None:

@@ -1,11 +1,11 @@
 """Measures collectives on the running ranks beside their prediction from measured links.
 
-All ranks begin a call at a common instant (`comm/common_clock.py`), and it lasts until the last rank's end.
+All ranks begin a call at a common instant (`bench/common_clock.py`), and it lasts until the last rank's end.
 Calls of all kinds and sizes alternate, in turns of opposite order, so that a machine that slows down affects
 all.
 
 Algorithm bandwidth is size / time, and bus bandwidth that times the operation's factor, as nccl-tests define
-them (doc/PERFORMANCE.md). Sizes are those of `paceline.plan.collectives`, and rank 0 is the root.
+them (doc/PERFORMANCE.md). Sizes are those of `paceline.bench.predictions`, and rank 0 is the root.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from paceline.bench.common_clock import CommonClock
+from paceline.bench.link_times import SlowLink, find_slow_links, measure_links
+from paceline.bench.links import Links, MeasuredLinks
+from paceline.bench.predictions import ALGORITHMS, predict
 from paceline.bench.spread import Spread
-from paceline.comm.collectives import broadcast_in_pipeline, reduce_scatter_directly, sum_directly
-from paceline.comm.common_clock import CommonClock
-from paceline.comm.links import SlowLink, find_nodes, find_slow_links, measure_links
-from paceline.comm.links_file import load_on_main, save_links
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
-from paceline.plan.collectives import BUS_FACTORS, GLOO_ALGORITHMS, predict
-from paceline.plan.links import Links
-from paceline.plan.links_file import MeasuredLinks
+from paceline.plan.calls import BUS_FACTORS
 from paceline.world import World, start
 
 SIZES = (64, 4096, 65536, 1 << 20, 8 << 20)
@@ -36,8 +33,6 @@ _CELL_S = 3.0
 _FEWEST = 5
 _WARM_UP = 2
 NEAR = 0.25
-# A direct sum sends N - 1 times the vector; larger vectors are not summed this way.
-_MOST_DIRECT_BYTES = 65536
 # Newer versions of torch have the first name, older ones the second.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,8 +45,7 @@ class Cell:
     Attributes:
         operation: as torch.distributed calls it.
         num_bytes: the size; 0 for a barrier.
-        algorithm: of `paceline.plan.collectives`.
-        is_gloo: whether gloo runs it; else `paceline.comm.collectives` does.
+        algorithm: that gloo runs.
         time_s: from the common start to the last rank's end.
         algorithm_bytes_per_s: size over median time; None for a barrier.
         bus_bytes_per_s: that times the operation's factor; None for a barrier.
@@ -62,7 +56,6 @@ class Cell:
     operation: str
     num_bytes: int
     algorithm: str
-    is_gloo: bool
     time_s: Spread
     algorithm_bytes_per_s: float | None
     bus_bytes_per_s: float | None
@@ -79,9 +72,8 @@ class Collectives:
         hosts: the nodes' host names.
         backend: that carried the calls.
         links: that the predictions use.
-        links_file: where they are from; None if measured just before.
         slow_links: pairs and nodes that take much longer than their class.
-        cells: by operation, gloo's first, then size.
+        cells: by operation and size.
         median_error: of the cells' absolute errors.
         near_share: share of cells with an absolute error of at most 25%.
         num_cores: cores that rank 0 may use.
@@ -91,7 +83,6 @@ class Collectives:
     hosts: tuple[str, ...]
     backend: str
     links: MeasuredLinks
-    links_file: str | None
     slow_links: list[SlowLink]
     cells: list[Cell]
     median_error: float
@@ -104,8 +95,6 @@ def measure_collectives(
     *,
     sizes: Sequence[int] = SIZES,
     repeats: int = 15,
-    links_file: Path | None = None,
-    save_to: Path | None = None,
 ) -> Collectives:
     """Measure every operation at every size.
 
@@ -114,15 +103,12 @@ def measure_collectives(
             then.
         sizes: in bytes; rounded up to a multiple of 4 bytes per rank.
         repeats: calls per cell; fewer where they take long.
-        links_file: links to predict from, of these hosts; None: they are measured.
-        save_to: file for the links.
 
     Raises:
-        PacelineError: PL622 for one rank, PL950 to PL952 for a file of links that does not fit, PL954 if a
-            rank does not answer, PL955 if links cannot be saved, PL320 to PL326 for ranks that cannot be
-            started.
+        PacelineError: PL622 for one rank, PL954 if a rank does not answer, PL320 to PL326 for ranks that
+            cannot be started.
     """
-    args = (tuple(sizes), repeats, links_file, save_to)
+    args = (tuple(sizes), repeats)
     if num_ranks is None:
         return _run(*args)
     check_launch(num_ranks, "cpu")
@@ -130,21 +116,16 @@ def measure_collectives(
     return found[0]
 
 
-def _run(sizes: Sequence[int], repeats: int, links_file: Path | None, save_to: Path | None) -> Collectives:
+def _run(sizes: Sequence[int], repeats: int) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
-        hosts, nodes = find_nodes(world)
-        saved = None if links_file is None else load_on_main(world, links_file, hosts, nodes)
-        links = saved or measure_links(world)
-        if save_to is not None and world.is_main:
-            save_links(links, save_to)
-        cells = _measure_cells(world, links.links, nodes, sizes, repeats)
+        links = measure_links(world)
+        cells = _measure_cells(world, links.links, links.nodes, sizes, repeats)
         errors = [abs(cell.error) for cell in cells]
         return Collectives(
-            nodes=nodes,
-            hosts=hosts,
+            nodes=links.nodes,
+            hosts=links.hosts,
             backend=world.backend,
             links=links,
-            links_file=None if links_file is None else str(links_file),
             slow_links=find_slow_links(links),
             cells=cells,
             median_error=statistics.median(errors),
@@ -156,15 +137,13 @@ def _run(sizes: Sequence[int], repeats: int, links_file: Path | None, save_to: P
 # ---- calls
 
 
-def build_calls(
-    num_bytes: int, num_ranks: int, rank: int
-) -> tuple[int, dict[tuple[str, str], Callable[[], object]]]:
-    """Return the bytes that a size amounts to, and a call of every operation with data by each algorithm."""
+def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[str, Callable[[], object]]]:
+    """Return the bytes that a size amounts to, and a call of every operation with data."""
     count = max(1, -(-num_bytes // (4 * num_ranks)))
     # Zeros stay zeros however often they are summed; other numbers would overflow, and then take longer.
     part, whole, other = (torch.zeros(count * factor) for factor in (1, num_ranks, num_ranks))
     parts = list(other.view(num_ranks, -1)) if rank == 0 else None
-    by_gloo: dict[str, Callable[[], object]] = {
+    return 4 * count * num_ranks, {
         "all_reduce": lambda: dist.all_reduce(whole),
         "reduce_scatter": lambda: _reduce_scatter(part, other),
         "all_gather": lambda: _all_gather(other, part),
@@ -174,25 +153,19 @@ def build_calls(
         "scatter": lambda: dist.scatter(part, parts, src=0),
         "all_to_all": lambda: dist.all_to_all_single(whole, other),
     }
-    calls = {(name, GLOO_ALGORITHMS[name]): call for name, call in by_gloo.items()}
-    calls["reduce_scatter", "direct"] = lambda: reduce_scatter_directly(part, other)
-    calls["broadcast", "pipeline"] = lambda: broadcast_in_pipeline(whole)
-    if num_bytes <= _MOST_DIRECT_BYTES:
-        calls["all_reduce", "direct"] = lambda: sum_directly(whole)
-    return 4 * count * num_ranks, calls
 
 
 def _measure_cells(
     world: World, links: Links, nodes: Sequence[int], sizes: Sequence[int], repeats: int
 ) -> list[Cell]:
-    calls: dict[tuple[str, str, int], Callable[[], object]] = {}
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         num_bytes, by_name = build_calls(size, world.world_size, world.rank)
-        calls |= {(*name, num_bytes): call for name, call in by_name.items()}
-    calls["barrier", GLOO_ALGORITHMS["barrier"], 0] = dist.barrier
+        calls |= {(name, num_bytes): call for name, call in by_name.items()}
+    calls["barrier", 0] = dist.barrier
     clock = CommonClock(world)
-    times: dict[tuple[str, str, int], list[float]] = {}
-    wanted: dict[tuple[str, str, int], int] = {}
+    times: dict[tuple[str, int], list[float]] = {}
+    wanted: dict[tuple[str, int], int] = {}
     for cell, call in calls.items():
         slowest_s = max(clock.time(call) for _ in range(_WARM_UP))
         wanted[cell] = max(min(_FEWEST, repeats), min(repeats, int(_CELL_S / slowest_s)))
@@ -201,26 +174,24 @@ def _measure_cells(
         for cell in calls if turn % 2 == 0 else reversed(calls):
             if turn < wanted[cell]:
                 times[cell].append(clock.time(calls[cell]))
-    order = list(GLOO_ALGORITHMS)
-    cells = sorted(calls, key=lambda c: (order.index(c[0]), c[1] != GLOO_ALGORITHMS[c[0]], c[2]))
-    return [_describe_cell(cell, times[cell], nodes, links) for cell in cells]
+    order = list(ALGORITHMS)
+    cells = sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
+    return [_describe_cell(*cell, times[cell], nodes, links) for cell in cells]
 
 
 def _describe_cell(
-    cell: tuple[str, str, int], times: Sequence[float], nodes: Sequence[int], links: Links
+    name: str, num_bytes: int, times: Sequence[float], nodes: Sequence[int], links: Links
 ) -> Cell:
-    name, algorithm, num_bytes = cell
-    taken, predicted = Spread.of(times), predict(name, num_bytes, nodes, links, algorithm)
+    taken, predicted_s = Spread.of(times), predict(name, num_bytes, nodes, links)
     factor = BUS_FACTORS.get(name)
     rate = None if factor is None else num_bytes / taken.median
     return Cell(
         operation=name,
         num_bytes=num_bytes,
-        algorithm=algorithm,
-        is_gloo=algorithm == GLOO_ALGORITHMS[name],
+        algorithm=ALGORITHMS[name][0],
         time_s=taken,
         algorithm_bytes_per_s=rate,
         bus_bytes_per_s=None if rate is None or factor is None else rate * factor(len(nodes)),
-        predicted_s=predicted.time_s,
-        error=predicted.time_s / taken.median - 1,
+        predicted_s=predicted_s,
+        error=predicted_s / taken.median - 1,
     )

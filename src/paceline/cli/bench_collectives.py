@@ -7,7 +7,6 @@ import json
 import os
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_report import format_rows
@@ -17,8 +16,8 @@ from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from paceline.bench.collectives import Cell, Collectives
-    from paceline.comm.links import SlowLink
-    from paceline.plan.links import Link
+    from paceline.bench.link_times import SlowLink
+    from paceline.bench.links import Link
 
 _DESCRIPTION = """
 Measures the links between ranks, then each collective at each size: time, algorithm and bus bandwidth as
@@ -42,10 +41,6 @@ def add_collectives(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", metavar="R", type=int, default=15, help="calls per operation and size (default 15)"
     )
-    parser.add_argument(
-        "--links", metavar="FILE", type=Path, help="predict from saved links instead of measuring them"
-    )
-    parser.add_argument("--save-links", metavar="FILE", type=Path, help="save the measured links as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     parser.set_defaults(run=run)
 
@@ -54,13 +49,11 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `paceline bench collectives`; return 0, or 1 if a link is slow.
 
     Raises:
-        PacelineError: for sizes, files or ranks that do not allow it.
+        PacelineError: for sizes or ranks that do not allow it.
     """
     from paceline.bench.collectives import SIZES, measure_collectives
     from paceline.bench.ranks import check_counts
-    from paceline.comm.links_file import check_links_path
     from paceline.place import is_launched, read_environment
-    from paceline.plan.links_file import read_links
 
     joins = is_launched(os.environ)
     if joins and args.nproc is not None:
@@ -80,26 +73,8 @@ def run(args: argparse.Namespace) -> int:
             rule="One rank does not communicate.",
             fix="Use two ranks or more: --nproc 2.",
         )
-    if args.links is not None and args.save_links is not None:
-        raise PacelineError(
-            "PL956",
-            saw=f"--links {args.links} with --save-links {args.save_links}.",
-            rule="Links are either read or measured and saved.",
-            fix="Leave one of them out.",
-        )
-    is_main = not joins or read_environment(os.environ).rank == 0
-    if is_main and args.links is not None:
-        read_links(args.links)  # before ranks are started; whether it fits them is known later
-    if is_main and args.save_links is not None:
-        check_links_path(args.save_links)
-    found = measure_collectives(
-        None if joins else num_ranks,
-        sizes=sizes,
-        repeats=args.repeats,
-        links_file=args.links,
-        save_to=args.save_links,
-    )
-    if is_main:
+    found = measure_collectives(None if joins else num_ranks, sizes=sizes, repeats=args.repeats)
+    if not joins or read_environment(os.environ).rank == 0:
         print(json.dumps(asdict(found)) if args.json else describe_collectives(found))
     return 1 if found.slow_links else 0
 
@@ -138,17 +113,15 @@ def describe_collectives(found: Collectives) -> str:
 def _describe_links(found: Collectives) -> str:
     links = found.links.links
     ranks, nodes = len(found.nodes), len(found.hosts)
-    origin = f"from {found.links_file}" if found.links_file else f"measured in {found.links.took_s:.1f} s"
     lines = [
         f"collectives on {ranks} ranks of {nodes} node{'s' if nodes > 1 else ''}, {found.backend}; "
         f"median and {found.cells[0].time_s.confidence:.0%} confidence interval",
-        f"  links, {origin}:",
+        f"  links, measured in {found.links.took_s:.1f} s:",
     ]
     for name, link in (("same node", links.same_node), ("between nodes", links.between_nodes)):
         if link is not None:
             lines.append(f"    {name}: {_describe_link(link)}")
-    meeting = f", {format_seconds(links.meet_s)} per meeting in shared memory" if links.meet_s else ""
-    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call{meeting}")
+    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call")
     if ranks // nodes > found.num_cores:
         lines.append(f"  more ranks than the {found.num_cores} cores: they wait for each other")
     return "\n".join(lines)
@@ -171,7 +144,7 @@ def _describe_cell(cell: Cell) -> tuple[str, ...]:
         _rate(cell.bus_bytes_per_s),
         format_seconds(cell.predicted_s),
         f"{cell.error:+.0%}",
-        cell.algorithm if cell.is_gloo else f"{cell.algorithm} (paceline)",
+        cell.algorithm,
     )
 
 

@@ -11,12 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.algorithms import (
-    add_algorithm_flags,
-    check_links_file,
-    list_algorithm_settings,
-    show_choices,
-)
 from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.profiling import (
     add_profile_flags,
@@ -74,7 +68,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
-    add_algorithm_flags(parser)
     add_grace_flag(parser)
     add_watching_flags(parser)
     add_profile_flags(parser)
@@ -94,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
     from paceline.train.run_folder import check_run_folder
 
     remarks: list[str] = []
-    args.set += list_algorithm_settings(args.algorithm, args.links)
     recipe = load_recipe(args.recipe, args.set, remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     announce_grace(args)
@@ -105,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     if args.nnodes is not None:
         return train_on_nodes(args, recipe)
     refuse_node_flags(args)
-    check_links_file(recipe.algorithm.links)
     nproc, layout, layout_remarks = _choose_ranks(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
@@ -172,7 +163,6 @@ def train_on_rank(
         num_ranks=num_ranks,
     ) as world:
         log_to_stderr(world)
-        show_choices(recipe.algorithm)
         progress = ProgressPrinter() if shows_progress and world.is_main else None
         try:
             summary = train_recipe(

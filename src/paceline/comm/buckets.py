@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import broadcast_in_pipeline
-
 # Large enough that latency does not matter, small enough that the copies of a bucket need little memory.
 _BUCKET_BYTES = 32 << 20
 
 
-def broadcast_tensors(
-    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, *, in_pipeline: bool = False
-) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite tensors with those of the group's first rank; collective.
 
     Tensors of one dtype and device travel together, up to 32 MiB at a time. A larger tensor travels alone.
@@ -24,19 +20,13 @@ def broadcast_tensors(
     Args:
         tensors: of the same shapes, dtypes and order on every rank.
         group: the ranks; all of them by default.
-        in_pipeline: whether they travel along a chain of ranks and not by the library's broadcast; for
-            tensors in CPU memory.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
     for bucket in _fill_buckets(tensor.detach() for tensor in tensors):
         is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) if is_copied else bucket[0].view(-1)
-        sent = flat.view(torch.uint8)  # bytes, which every library sends
-        if in_pipeline:
-            broadcast_in_pipeline(sent, group)
-        else:
-            dist.broadcast(sent, group=group, group_src=0)
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)  # bytes, which every library sends
         if is_copied and group.rank() > 0:
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):

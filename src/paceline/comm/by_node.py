@@ -43,16 +43,18 @@ from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_o
 from paceline.comm.node_plan import NodePlan, split_by_node
 from paceline.comm.segment import find_machines, share_memory
 from paceline.comm.tree import ReductionPlan
-from paceline.plan.exact_sums import NODE_LEAST_BLOCK_BYTES as _LEAST_BLOCK_BYTES
-from paceline.plan.exact_sums import NODE_MOST_BLOCK_BYTES as _MOST_BLOCK_BYTES
-from paceline.plan.exact_sums import NODE_SMALL_BYTES as _SMALL_BYTES
-from paceline.plan.exact_sums import NODE_USUAL_BLOCKS as _USUAL_BLOCKS
 
 log = logging.getLogger(__name__)
 
 # Places start at a multiple of this, so that no two ranks write to one cache line.
 _ALIGN_BYTES = 64
 _NUM_SLOTS = 4
+# A vector up to this size takes one message between nodes instead of two, although it sends more bytes.
+_SMALL_BYTES = 32 << 10
+# Smaller blocks cost more meetings; larger ones leave the link idle at the first and the last block.
+_LEAST_BLOCK_BYTES = 512 << 10
+_MOST_BLOCK_BYTES = 4 << 20
+_USUAL_BLOCKS = 8
 
 
 @dataclass

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tree import ReductionPlan
-from paceline.plan.exact_sums import DIRECT_WHOLE_BYTES
+
+# Vectors up to this size travel whole: one message after another costs latency.
+WHOLE_BYTES = 8 << 10
 
 
 class Exchange(Protocol):
@@ -71,7 +73,7 @@ class MessageExchange:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
-        is_small = total.numel() * total.element_size() <= DIRECT_WHOLE_BYTES
+        is_small = total.numel() * total.element_size() <= WHOLE_BYTES
         chunks = cut_evenly(total.numel(), self._num_ranks)
         if is_small:
             chunks = [slice(0, total.numel())] * self._num_ranks

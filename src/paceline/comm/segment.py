@@ -15,12 +15,11 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from paceline.comm.common_clock import read_boot
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,14 @@ def _identify_machine() -> tuple[str, str, int]:
     except OSError:
         processes = 0
     return socket.gethostname(), read_boot(), processes
+
+
+def read_boot() -> str:
+    """Return what distinguishes this start of this machine; empty except on Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def share_memory(

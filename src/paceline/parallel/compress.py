@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.algorithms import Algorithms
 from paceline.comm.codec import build_codec
 from paceline.comm.exchange import Exchange
 from paceline.comm.low_rank import LowRankSum, is_low_rank
@@ -255,7 +254,7 @@ class CompressedReduction(ExactReduction):
         group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
         compression: of the model.
-        algorithms, bucket_bytes: as for `ExactReduction`.
+        bucket_bytes: as for `ExactReduction`.
     """
 
     def __init__(
@@ -265,10 +264,9 @@ class CompressedReduction(ExactReduction):
         device: torch.device,
         compression: Compression,
         *,
-        algorithms: Algorithms | None = None,
         bucket_bytes: int = DDP_BUCKET_BYTES,
     ) -> None:
-        super().__init__(model, group, device, algorithms=algorithms, bucket_bytes=bucket_bytes)
+        super().__init__(model, group, device, bucket_bytes=bucket_bytes)
         self.compression = compression
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot_sum = compression.build_sum(group, self.exchange)

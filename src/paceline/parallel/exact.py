@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.algorithms import Algorithms
 from paceline.comm.exchange import Exchange
+from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 from paceline.torch_seams.operators import add_to_each
@@ -56,7 +56,6 @@ class ExactReduction:
         group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
         apart: parameters whose gradients are summed elsewhere.
-        algorithms: how sums travel; the fixed rule by default.
         bucket_bytes: of DDP's buckets, in which gradients are summed.
 
     Attributes:
@@ -73,7 +72,6 @@ class ExactReduction:
         device: torch.device,
         apart: Sequence[Tensor] = (),
         *,
-        algorithms: Algorithms | None = None,
         bucket_bytes: int = DDP_BUCKET_BYTES,
     ) -> None:
         others = {id(parameter) for parameter in apart}
@@ -92,8 +90,7 @@ class ExactReduction:
         self._line: _OrderedThread | None = None
         if group is not None:
             on_cpu = device.type == "cpu"
-            sizes = _list_sizes(self._parameters, bucket_bytes)
-            self.exchange = (algorithms or Algorithms()).build_exchange(group, device, sizes)
+            self.exchange = build_exchange(group, device)
             self._line = _OrderedThread() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -241,12 +238,6 @@ class _OrderedThread:
 
 
 _Task = tuple[Callable[[], None], Tensor, "torch.futures.Future[Tensor]"]
-
-
-def _list_sizes(parameters: Sequence[Tensor], bucket_bytes: int) -> list[int]:
-    """Return the bytes of the buckets of a step, about: DDP fills them with whole parameters."""
-    num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    return [min(bucket_bytes, num_bytes - at) for at in range(0, num_bytes, bucket_bytes)]
 
 
 def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:

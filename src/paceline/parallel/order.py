@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.algorithms import Algorithms
 from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
@@ -66,7 +65,6 @@ class Settings:
         timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
         experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
-        algorithms: how ranks exchange gradients and weights.
     """
 
     layout: Layout
@@ -81,7 +79,6 @@ class Settings:
     timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
     experts: Mapping[str, bool] | None = None
-    algorithms: Algorithms = field(default_factory=Algorithms)
 
     @property
     def tracks_use(self) -> bool:
@@ -149,7 +146,7 @@ def parallelize(
         _synchronise_batchnorm(model, mesh)
     if mesh is not None and construction is None:
         # Before any rank drops parts that another one keeps: rank 0's weights are broadcast.
-        align_with_main(model, settings.algorithms)
+        align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
     chosen = choose_experts(model, settings.experts)
@@ -202,7 +199,6 @@ def parallelize(
             exact_group=lent,
             apart=() if experts is None else experts.splits,
             compression=_compress(model, settings),
-            algorithms=settings.algorithms,
         )
     if construction is not None:
         # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
@@ -219,12 +215,9 @@ def parallelize(
     return LaidOut(replica, shards, exact, placement, masks, plan, lent, settings, experts=experts)
 
 
-def align_with_main(model: nn.Module, algorithms: Algorithms) -> None:
+def align_with_main(model: nn.Module) -> None:
     """Set every rank's parameters and buffers to rank 0's; collective over the world."""
-    tensors = [*model.parameters(), *model.buffers()]
-    num_bytes, on_cpu = sum(each.nbytes for each in tensors), all(each.is_cpu for each in tensors)
-    algorithm = algorithms.choose_broadcast(num_bytes, on_cpu=on_cpu)
-    broadcast_tensors(tensors, in_pipeline=algorithm == "pipeline")
+    broadcast_tensors([*model.parameters(), *model.buffers()])
 
 
 def _check_trains(model: nn.Module) -> None:
@@ -324,7 +317,6 @@ def _share_experts(
         device=device,
         recomputed=blocks,
         chosen=chosen,
-        algorithms=settings.algorithms,
     )
     log.info("%s", experts.describe())
     return experts
@@ -398,13 +390,11 @@ def _replicate(
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
         compression = _compress(model, settings)
-        ways, bucket_bytes = settings.algorithms, max(1, int(settings.ddp.bucket_cap_mb * (1 << 20)))
+        bucket_bytes = max(1, int(settings.ddp.bucket_cap_mb * (1 << 20)))
         if compression is None:
-            exact = ExactReduction(model, lent, device, apart, algorithms=ways, bucket_bytes=bucket_bytes)
+            exact = ExactReduction(model, lent, device, apart, bucket_bytes=bucket_bytes)
         else:
-            exact = CompressedReduction(
-                model, lent, device, compression, algorithms=ways, bucket_bytes=bucket_bytes
-            )
+            exact = CompressedReduction(model, lent, device, compression, bucket_bytes=bucket_bytes)
     if not replicas:
         if settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")

@@ -97,7 +97,7 @@ def list_exact_calls(
     """
     assert layout.dp_shard == layout.ep == 1, "shards and experts have sums of their own"
     buckets = _fill_buckets(parameters, layout, number, bucket_bytes)
-    calls = (StepCall("exact_sum", "direct", size, "dp", layout.dp, 1, num_subtrees) for size in buckets)
+    calls = (StepCall("exact_sum", size, "dp", layout.dp, 1, num_subtrees) for size in buckets)
     return list(calls) if layout.dp > 1 else []
 
 
@@ -179,7 +179,7 @@ def list_cp_calls(
     if layout.cp_by == "gather":
         attention = [all_gather(2 * keys, "cp", n, times), all_to_all(2 * keys, "cp", n, times)]
     elif layout.cp_by == "ring":
-        attention = [StepCall("shift", "ring", 2 * keys, "cp", n, 3 * times)]
+        attention = [StepCall("shift", 2 * keys, "cp", n, 3 * times)]
     else:
         # Queries and the result, and keys and values, of the rank's rows or heads.
         attention = [all_to_all(size / n, "cp", n, 2 * 2 * times) for size in (whole, keys)]

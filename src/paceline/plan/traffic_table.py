@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 
 from paceline.errors import PacelineError
 from paceline.plan.calls import StepCall, all_gather, all_reduce, count_sent
-from paceline.plan.exact_sums import count_subtrees
 from paceline.plan.memory import Sizes, count_own
 from paceline.plan.parameters import Parameter, list_parameters
 from paceline.plan.traffic import (
@@ -88,20 +86,23 @@ def plan_recipe_traffic(recipe: Recipe, layout: Layout, vocab_size: int | None =
     return found
 
 
-def list_blocks(recipe: Recipe, layout: Layout) -> list[tuple[int, int]]:
-    """Return each data rank's block of microbatches, as `data/share.py` distributes them."""
-    size, num_larger = divmod(count_microbatches(recipe), layout.dp)
-    starts = [rank * size + min(rank, num_larger) for rank in range(layout.dp + 1)]
-    return list(pairwise(starts))
-
-
-def count_microbatches(recipe: Recipe) -> int:
+def _count_microbatches(recipe: Recipe) -> int:
     """Return the microbatches of a global batch."""
     return -(-recipe.train.global_batch_size // recipe.train.microbatch_size)
 
 
 def _count_own_microbatches(recipe: Recipe, layout: Layout) -> int:
-    return -(-count_microbatches(recipe) // layout.dp)
+    return -(-_count_microbatches(recipe) // layout.dp)
+
+
+def _count_subtrees(stop: int, num_leaves: int) -> int:
+    """Return the whole subtrees in the first microbatches, as `comm/tree.py` divides them.
+
+    Args:
+        stop: number of these.
+        num_leaves: microbatches of the whole tree.
+    """
+    return 1 if stop >= num_leaves else stop.bit_count()
 
 
 def _list_samples(recipe: Recipe, layout: Layout) -> dict[int, int]:
@@ -139,11 +140,11 @@ def _list_replicas(recipe: Recipe, layout: Layout, parameters: list[Parameter]) 
         return _list_data(recipe, layout, parameters)["dp_replicate"], "gradients, once per step"
     if layout.dp_shard > 1 or layout.ep > 1:
         return None, "exact sums of shards and experts have no tested formula; train.reduction=fast has one"
-    first, stop = list_blocks(recipe, layout)[0]
+    num_leaves = _count_microbatches(recipe)
     calls = list_exact_calls(
         parameters,
         layout,
-        num_subtrees=count_subtrees(first, stop, count_microbatches(recipe)),
+        num_subtrees=_count_subtrees(_count_own_microbatches(recipe, layout), num_leaves),
         number=_number_bytes(recipe),
         bucket_bytes=_bucket_bytes(recipe),
     )

@@ -30,7 +30,6 @@ RESUMABLE: dict[str, str] = {
     "layout": "the same numbers on any layout",
     "elastic": "the same numbers on any layout",
     "ddp": "speed only",
-    "algorithm": "how numbers travel; the same bits",
     "compress.links": "how sums are distributed; the same numbers for a number of slots",
     "compress.slots": "the checkpoint has the number of slots, and compares it",
     "shard.reshard_after_forward": "memory and speed only",

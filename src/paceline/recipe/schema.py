@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, model_validator
 
 from paceline.errors import PacelineError
-from paceline.recipe.algorithm import AlgorithmSection as AlgorithmSection
 from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
@@ -493,7 +492,6 @@ class Recipe(Section):
     shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
     compress: CompressSection = CompressSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
     loader: LoaderSection = LoaderSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()

@@ -19,12 +19,10 @@ from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.stages.measure import TimedBatch
 from paceline.pipeline.files import read_list
 from paceline.recipe import Layout
-from paceline.recipe.algorithm import AlgorithmSection
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
 from paceline.recipe.layout import MEASURED, is_file
 from paceline.recipe.schema import DdpSection, ShardSection
-from paceline.train.algorithms import check_algorithms, find_algorithms
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -86,7 +84,6 @@ class Arguments:
     seed: int
     ddp: DdpSection | Mapping[str, Any] | None
     compress: CompressSection | Mapping[str, Any] | None
-    algorithm: AlgorithmSection | Mapping[str, Any] | None
     comm_hook: tuple[Any, CommHook] | None
     sync_batchnorm: bool
     compile: bool
@@ -134,11 +131,10 @@ class Arguments:
         """Raise if arguments contradict each other.
 
         Raises:
-            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428, PL958 to PL960, PL968, PL969.
+            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428, PL958 to PL960.
         """
         names = self.models if isinstance(self.model, Mapping) else None
         self.choose_compression(layout)
-        check_algorithms(self._algorithm_section, current_world(), reduction=self.reduction)
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
@@ -164,12 +160,6 @@ class Arguments:
         if isinstance(self.compress, CompressSection):
             return self.compress
         return validate_section("compress", CompressSection, self.compress or {})
-
-    @cached_property
-    def _algorithm_section(self) -> AlgorithmSection:
-        if isinstance(self.algorithm, AlgorithmSection):
-            return self.algorithm
-        return validate_section("algorithm", AlgorithmSection, self.algorithm or {})
 
     def lay_out(
         self,
@@ -207,7 +197,6 @@ class Arguments:
             timed=timed,
             tp_plan=self.tp_plan,
             experts=self.experts,
-            algorithms=find_algorithms(self._algorithm_section, current_world()),
         )
 
     def build_timed(self, layout: Layout, example: Any, precision: Precision) -> TimedBatch | None:
@@ -280,7 +269,6 @@ class Arguments:
             RunSetting("max_failed_saves", self.max_failed_saves),
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
-            RunSetting("algorithm", self._algorithm_section),
             RunSetting("tp_plan", self.tp_plan),
             RunSetting("experts", self.experts),
             RunSetting("forward", self.forward, is_code=True),

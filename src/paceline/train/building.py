@@ -137,7 +137,6 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         statistics=settings.statistics,
         precision=settings.precision,
         clip_norm=settings.clip_norm,
-        algorithms=laying_out.algorithms,
     )
     if update.not_updated:
         log.warning(
@@ -169,7 +168,7 @@ def build_updates(
     for name in built.keys() - updates.keys():
         complete_model(built[name], settings.precision.device)
         if settings.mesh is not None:
-            align_with_main(built[name].model, settings.laying_out.algorithms)
+            align_with_main(built[name].model)
     return updates
 
 

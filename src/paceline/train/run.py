@@ -127,7 +127,6 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         seed=train.seed,
         ddp=settled.recipe.ddp,
         compress=settled.recipe.compress,
-        algorithm=settled.recipe.algorithm,
         sync_batchnorm=train.sync_batchnorm,
         compile=train.compile,
         max_skipped_in_a_row=train.max_skipped_in_a_row,

@@ -25,7 +25,7 @@ from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
-from paceline.recipe.schema import AlgorithmSection, CompressSection, DdpSection, ShardSection
+from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import RawBatches, weigh
@@ -113,7 +113,7 @@ class Trainer(TrainedModels):
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
-        ddp, compress, algorithm: of sums, compression, messages, as the recipe's sections of these names.
+        ddp, compress: of sums and compression, as the recipe's sections of these names.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
@@ -156,7 +156,6 @@ class Trainer(TrainedModels):
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
         compress: CompressSection | Mapping[str, Any] | None = None,
-        algorithm: AlgorithmSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,

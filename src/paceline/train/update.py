@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.algorithms import Algorithms, check_board
 from paceline.comm.board import NumberBoard
 from paceline.data.share import Share
 from paceline.mesh import Mesh
@@ -104,7 +103,6 @@ class Update:
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
-        algorithms: how ranks exchange the numbers that they agree on.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class Update:
         statistics: RunningStatistics,
         precision: Precision,
         clip_norm: float,
-        algorithms: Algorithms,
     ) -> None:
         self.name = name
         self.model = model
@@ -145,7 +142,6 @@ class Update:
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
-        self._algorithms = algorithms
         self._board = self._make_board()
         self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
@@ -204,7 +200,6 @@ class Update:
             dist.group.WORLD if is_talking else None,
             self._board if is_talking and share.num_microbatches else None,
             num_parts=self._num_parts,
-            algorithms=self._algorithms,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
@@ -298,18 +293,11 @@ class Update:
 
     def _make_board(self) -> NumberBoard | None:
         """Return a board for the agreement, if summing the gradients makes every rank wait for all others."""
-        wanted = self._algorithms.agreement
-        if self._mesh is None or wanted in ("direct", "library"):
-            return None
-        if not self.runner.is_meeting or self._precision.device.type != "cpu":
-            check_board(wanted, is_possible=False)
+        if self._mesh is None or not self.runner.is_meeting or self._precision.device.type != "cpu":
             return None
         world = dist.group.WORLD
         assert world is not None
-        board = NumberBoard(world)
-        if wanted == "board":
-            check_board(wanted, is_possible=board.reserve(1))
-        return board
+        return NumberBoard(world)
 
     def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
         """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them."""

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.algorithms import Algorithms
 from paceline.comm.exchange import Exchange
+from paceline.comm.shared_memory import build_exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.experts.calls import answer_calls
@@ -77,7 +77,6 @@ class ExpertLayout:
         device: of the laid-out model.
         recomputed: names of the blocks whose forward backward repeats.
         chosen: by full name of a module, whether it holds experts that ep shares; others are found.
-        algorithms: how exact sums over copies travel; the fixed rule by default.
 
     Attributes:
         splits: of the experts' parameters, by full name.
@@ -99,9 +98,7 @@ class ExpertLayout:
         device: torch.device,
         recomputed: Sequence[str] = (),
         chosen: Mapping[str, bool] = MappingProxyType({}),
-        algorithms: Algorithms | None = None,
     ) -> None:
-        self._algorithms = algorithms or Algorithms()
         self._recomputed = tuple(recomputed)
         # Of the ranks of ep, those with tokens of other microbatches, and those of cp with the same tokens.
         self._axis, self._sources, self._mesh = mesh.ep, mesh.ep_data, mesh
@@ -166,8 +163,7 @@ class ExpertLayout:
         """
         exchange: Exchange | None = None
         if self._copies_group is not None:
-            num_bytes = sum(weight.numel() * weight.element_size() for weight in self.parameters)
-            exchange = self._algorithms.build_exchange(self._copies_group, self._device, [num_bytes])
+            exchange = build_exchange(self._copies_group, self._device)
         stages = dict.fromkeys(self._forms, 0) if stages is None else stages
         for name, stage in stages.items():
             self._stages.setdefault(stage, []).append(self._forms[name])

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.algorithms import Algorithms
+from paceline.comm.shared_memory import build_exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.compress import Compression, SumOfSlots
@@ -84,7 +84,6 @@ class Shards:
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
         apart: full names of parameters that are not sharded, and whose gradients are summed elsewhere.
         compression: of the gradients; `None` without.
-        algorithms: how exact sums travel; the fixed rule by default.
 
     Attributes:
         group: the ranks over which gradients are summed.
@@ -112,7 +111,6 @@ class Shards:
         exact_group: dist.ProcessGroup | None = None,
         apart: Collection[str] = (),
         compression: Compression | None = None,
-        algorithms: Algorithms | None = None,
     ) -> None:
         assert mesh.dp_shard.size > 1, "one rank has nothing to share"
         assert zero in (1, 2, 3), zero
@@ -131,7 +129,7 @@ class Shards:
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
         self.compression = compression
-        self._chunks = self._build_chunks(mesh, exact_group, algorithms or Algorithms())
+        self._chunks = self._build_chunks(mesh, exact_group)
         exchange = None if exact_group is None else self.exchange.exchange
         self._whole = WholeParameters(model, self._rounds, self.group, exchange, apart)
         if compression is not None and self._whole:
@@ -318,9 +316,7 @@ class Shards:
         else:
             optimizer.step()
 
-    def _build_chunks(
-        self, mesh: Mesh, exact_group: dist.ProcessGroup | None, algorithms: Algorithms
-    ) -> list[GradientChunks]:
+    def _build_chunks(self, mesh: Mesh, exact_group: dist.ProcessGroup | None) -> list[GradientChunks]:
         on_cpu = mesh.device_mesh.device_type == "cpu"
         rounds, num_shards, shard = self._rounds, mesh.dp_shard.size, mesh.dp_shard.rank
         for number, unit in enumerate(self.units):
@@ -331,8 +327,7 @@ class Shards:
             sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
         else:
             device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-            sizes = [sum(p.numel() * p.element_size() for _, p in unit.parameters) for unit in self.units]
-            whole = algorithms.build_exchange(exact_group, device, sizes)
+            whole = build_exchange(exact_group, device)
             self.exchange = ChunkExchange(whole, num_shards, shard)
             exact = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
             sums = list(exact)

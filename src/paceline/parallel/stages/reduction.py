@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.algorithms import Algorithms
 from paceline.comm.exchange import Exchange
+from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.exact import Gradients, add_gradients, nothing_like
@@ -289,7 +289,6 @@ def build_sums(
     shards: StageShards | None,
     *,
     is_exact: bool,
-    algorithms: Algorithms,
 ) -> dict[int, StageSum]:
     """Return the sum of each stage; collective over the data ranks.
 
@@ -300,13 +299,11 @@ def build_sums(
         device: of the model.
         shards: of the parameters, if they are sharded.
         is_exact: whether the order of additions is that of the tree.
-        algorithms: how exact sums travel.
     """
     if is_exact:
         exchange: Exchange | None = None
         if group is not None:
-            sizes = [sum(p.numel() * p.element_size() for p in own) for own in parameters.values()]
-            exchange = algorithms.build_exchange(group, device, sizes)
+            exchange = build_exchange(group, device)
         return {stage: OrderedStageSum(own, mesh.dp, exchange, shards) for stage, own in parameters.items()}
     if shards is not None:
         return {stage: CutStageSum(own, mesh, shards) for stage, own in parameters.items()}

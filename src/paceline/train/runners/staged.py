@@ -123,7 +123,6 @@ class StagedRunner(StagedForwards):
             self._precision.device,
             self._shards,
             is_exact=laid_out.settings.exact,
-            algorithms=laid_out.settings.algorithms,
         )
         self._num_started = 0
         self._shared = {

@@ -41,14 +41,6 @@ class Wire:
         """Return the number of elements that each rank has sent."""
         return [sum(m[3] for m in self.messages if m[1] == rank) for rank in range(num_ranks)]
 
-    def crossing(self, nodes: Sequence[int]) -> int:
-        """Return the number of elements that left the node from which most left."""
-        leaving: dict[int, int] = defaultdict(int)
-        for _, sender, receiver, count in self.messages:
-            if nodes[sender] != nodes[receiver]:
-                leaving[nodes[sender]] += count
-        return max(leaving.values(), default=0)
-
 
 def chunk(rank: int, length: int) -> range:
     return range(rank * length, (rank + 1) * length)
@@ -68,75 +60,16 @@ def ring_all_gather(wire: Wire, ranks: Sequence[int], chunks: Sequence[range]) -
         wire.exchange([(ranks[i], ranks[(i + 1) % n], chunks[(i - step) % n]) for i in range(n)])
 
 
-def halving(wire: Wire, n: int, length: int) -> None:
-    distance = n // 2
-    while distance:
-        moves = []
-        for rank in range(n):
-            partner = rank ^ distance
-            first = partner // distance * distance
-            moves.append((rank, partner, range(first * length, (first + distance) * length)))
-        wire.exchange(moves, add=True)
-        distance //= 2
-
-
-def doubling(wire: Wire, n: int, length: int) -> None:
-    distance = 1
-    while distance < n:
-        moves = []
-        for rank in range(n):
-            first = rank // distance * distance
-            moves.append((rank, rank ^ distance, range(first * length, (first + distance) * length)))
-        wire.exchange(moves)
-        distance *= 2
-
-
-def tree(wire: Wire, n: int, length: int, *, up: bool) -> None:
+def tree(wire: Wire, n: int, length: int) -> None:
+    """From rank 0 to all others."""
     levels, distance = [], 1
     while distance < n:
         levels.append([(r, r + distance) for r in range(distance) if r + distance < n])
         distance *= 2
-    whole = range(n * length)
-    if up:
-        for level in reversed(levels):
-            wire.exchange([(b, a, whole) for a, b in level], add=True)
-        return
     holders = [0]
-    while moves := [(a, b, whole) for level in levels for a, b in level if a in holders]:
+    while moves := [(a, b, range(n * length)) for level in levels for a, b in level if a in holders]:
         wire.exchange(moves)  # to all children at once
         holders = [b for _, b, _ in moves]
-
-
-def by_node(wire: Wire, nodes: Sequence[int], length: int) -> None:
-    groups = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
-    local, count = len(groups[0]), len(groups)
-    slices = [range(i * count * length, (i + 1) * count * length) for i in range(local)]
-    before = wire.step
-    for group in groups:
-        wire.step = before
-        ring_reduce_scatter(wire, group, slices)
-    before = wire.step
-    for i, twins in enumerate(zip(*groups, strict=True)):
-        wire.step = before
-        parts = [
-            range(slices[i].start + j * length, slices[i].start + (j + 1) * length) for j in range(count)
-        ]
-        ring_reduce_scatter(wire, twins, parts)
-        ring_all_gather(wire, twins, parts)
-    before = wire.step
-    for group in groups:
-        wire.step = before
-        ring_all_gather(wire, group, slices)
-
-
-def pipeline(wire: Wire, n: int, segments: Sequence[range]) -> None:
-    for step in range(len(segments) + n - 2):
-        moves = [
-            (rank, rank + 1, segments[step - rank])
-            for rank in range(n - 1)
-            if 0 <= step - rank < len(segments)
-        ]
-        wire.exchange(moves)
 
 
 def everyone(n: int, elements: Callable[[int, int], range]) -> list[tuple[int, int, range]]:

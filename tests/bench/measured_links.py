@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.comm.links import PAIR_SIZES, list_pairs
-from paceline.plan.links import Curve, Link, Links
-from paceline.plan.links_file import MeasuredLinks, Pair
+from paceline.bench.link_times import PAIR_SIZES, list_pairs
+from paceline.bench.links import Curve, Link, Links, MeasuredLinks, Pair
 
 
 def make_links(
@@ -42,7 +41,6 @@ def make_links(
         call_s=1e-4,
         copy=Curve((1e4, 1e8), (1e-6, 1e-2)),
         add=Curve((1e4, 1e8), (2e-6, 2e-2)),
-        meet_s=5e-5 if count == 1 else None,
     )
     hosts = tuple(f"host{node}" for node in range(count))
     return MeasuredLinks(hosts, tuple(nodes), "gloo", tuple(pairs), links, 1.5)

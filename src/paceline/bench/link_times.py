@@ -18,8 +18,7 @@ Protocol, in the order of every rank; all messages travel on the default group:
 4. Each rank, all at once: copies and additions, of vectors that fit into the caches and of one that does not.
    A call's own cost is that of an all-reduce of nothing from a common instant or, if that is more, of a
    barrier less its steps: a call that stands alone wakes threads and cores that sleep, and the messages above
-   follow each other closely. If all ranks are of one machine, they meet in shared memory as often
-   (`meet_s`). All three are lower quartiles.
+   follow each other closely. Both are lower quartiles.
 
 The curves of a class of pairs are the medians over its pairs (2) and what its rings took (3), so they include
 the competition for cores and memory that collectives meet too.
@@ -40,13 +39,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from paceline.comm.common_clock import CommonClock, read_boot
-from paceline.comm.meeting import MeetingPlace
-from paceline.comm.segment import find_machines
+from paceline.bench.common_clock import CommonClock
+from paceline.bench.links import Curve, Link, Links, MeasuredLinks, Pair
+from paceline.comm.segment import read_boot
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
-from paceline.plan.links import Curve, Link, Links
-from paceline.plan.links_file import MeasuredLinks, Pair
 from paceline.world import World
 
 # From a call that is all latency to one that is all bandwidth. Between these sizes curves are straight.
@@ -98,8 +95,7 @@ def measure_links(world: World) -> MeasuredLinks:
         between = _measure_class([leaders], pairs, nodes, between=True)
         steps_s = max(link.exchange.alpha_s for link in (same, between) if link is not None)
         steps_s *= (world.world_size - 1).bit_length()
-        clock = CommonClock(world)
-        call_s, meet_s = _measure_call(clock, steps_s), _measure_meeting(clock)
+        call_s = _measure_call(CommonClock(world), steps_s)
         copy, add = (_measure_local(work) for work in (torch.Tensor.copy_, torch.Tensor.add_))
         took_s = _agree(time.perf_counter() - start_s)
     except RuntimeError as error:
@@ -109,7 +105,7 @@ def measure_links(world: World) -> MeasuredLinks:
             rule=f"Every rank answers each message within the timeout ({world.timeout_s:g} s).",
             fix="Read the ranks' own messages: one of them has failed, or its network drops messages.",
         ) from error
-    links = Links(same, between, call_s, copy, add, meet_s)
+    links = Links(same, between, call_s, copy, add)
     return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)
 
 
@@ -352,15 +348,6 @@ def _measure_call(clock: CommonClock, barrier_steps_s: float) -> float:
     nothing = torch.zeros(0)
     empty_s = _time_often(clock, lambda: dist.all_reduce(nothing))
     return max(empty_s, _time_often(clock, dist.barrier) - barrier_steps_s)
-
-
-def _measure_meeting(clock: CommonClock) -> float | None:
-    """Return the seconds of a meeting in shared memory, or None if the ranks are of several machines."""
-    group = dist.group.WORLD
-    assert group is not None
-    if len(set(find_machines(group))) > 1:
-        return None
-    return _time_often(clock, MeetingPlace(group).meet)
 
 
 def _time_often(clock: CommonClock, call: Callable[[], object]) -> float:

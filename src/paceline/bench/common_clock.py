@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm.segment import read_boot
 from paceline.world import World
 
 _PINGS = 7
@@ -94,11 +94,3 @@ class CommonClock:
             back_s = time.perf_counter()
             found.append((back_s - sent_s, (sent_s + back_s) / 2 - stamp.item()))
         return min(found, default=(0.0, 0.0))
-
-
-def read_boot() -> str:
-    """Return what distinguishes this start of this machine; empty except on Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""Describes links between ranks as the seconds that messages take by size, and holds textbook figures.
+"""Describes links between ranks as the seconds that messages take by size.
 
 A link is described by three curves, because collectives use it in three ways:
 
@@ -103,8 +103,6 @@ class Links:
         call_s: seconds of a collective beside its messages.
         copy: seconds of a copy within a process; what fits into the caches is copied much faster.
         add: seconds of adding a received vector to an own one.
-        meet_s: seconds of a meeting of all ranks in shared memory; None if it was not measured, as with ranks
-            of several machines.
     """
 
     same_node: Link | None
@@ -112,7 +110,6 @@ class Links:
     call_s: float = 0.0
     copy: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
     add: Curve = field(default_factory=lambda: Curve.line(0.0, 0.0))
-    meet_s: float | None = None
 
     def of_class(self, *, between: bool) -> Link:
         """Return the link of a class that the ranks have."""
@@ -122,41 +119,38 @@ class Links:
 
 
 @dataclass(frozen=True)
-class NamedLink:
-    """Figures of a kind of link, as data sheets and textbooks round them.
+class Pair:
+    """The link between two ranks.
 
     Attributes:
-        name: of the kind.
-        low_gb_s: 10^9 bytes per second of the slowest generation in use.
-        high_gb_s: of the fastest.
-        typical_gb_s: the figure that is usually quoted, between the two.
-        latency_s: to start a transfer; None where no figure is quoted.
-        is_both_ways: whether the figures add both directions; one direction then has half of it.
-        where: the pairs that it usually connects.
+        first: rank.
+        second: rank.
+        message: seconds of a message between them, one way, while nothing else is sent.
+        latency_s: of the fastest small one; unlike the median, a busy machine hardly changes it.
     """
 
-    name: str
-    low_gb_s: float
-    high_gb_s: float
-    typical_gb_s: float
-    latency_s: float | None
-    is_both_ways: bool
-    where: str
-
-    def to_link(self, *, asks_first: bool = False) -> Link:
-        """Return the link with the typical figures of one direction; it needs a latency."""
-        assert self.latency_s is not None, f"no latency is quoted for {self.name}"
-        one_way = self.typical_gb_s * 1e9 / (2 if self.is_both_ways else 1)
-        return Link.of(self.latency_s, one_way, asks_first=asks_first)
+    first: int
+    second: int
+    message: Curve
+    latency_s: float
 
 
-NAMED_LINKS = {
-    # NVLink 2 (V100) 300, NVLink 3 (A100) 600, NVLink 4 (H100) 900 GB/s per GPU, both directions together.
-    "nvlink": NamedLink("NVLink", 300, 900, 600, 1e-6, True, "GPUs of a node"),
-    # 16 lanes of PCIe 4, one direction.
-    "pcie4": NamedLink("PCIe 4.0", 32, 32, 32, None, False, "GPUs and network cards of a node"),
-    # HDR has 200 Gbit/s, NDR 400 Gbit/s per port.
-    "infiniband": NamedLink("InfiniBand", 25, 50, 50, 1e-6, False, "nodes"),
-    # 10 to 100 Gbit/s.
-    "ethernet": NamedLink("Ethernet", 1, 12.5, 12.5, 50e-6, False, "nodes"),
-}
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """The links of a cluster with the ranks that they belong to.
+
+    Attributes:
+        hosts: each node's host name.
+        nodes: each rank's node, numbered in the order of ranks.
+        backend: that carried the messages.
+        pairs: every pair that was measured by itself.
+        links: the table for predictions.
+        took_s: seconds of the measurement.
+    """
+
+    hosts: tuple[str, ...]
+    nodes: tuple[int, ...]
+    backend: str
+    pairs: tuple[Pair, ...]
+    links: Links
+    took_s: float
