@@ -169,6 +169,7 @@ def other_collectives(world: Any) -> dict[str, Any]:
         do()
         result[name] = [kind for kind, _ in recorded_collectives(before)]
 
+    record("first evaluation", lambda: trainer.evaluate(loader))
     record("evaluate", lambda: trainer.evaluate(loader))
     for _ in range(2):
         trainer.step((torch.randn(3, 12),))
@@ -179,6 +180,9 @@ def other_collectives(world: Any) -> dict[str, Any]:
 
 def test_evaluation_is_one_collective_and_a_raw_batch_costs_one_more(ranks: Pool) -> None:
     for result in ranks.run(other_collectives, env=RECORD):
+        assert result["first evaluation"] == ["all_gather", "all_gather", "all_reduce"], (
+            "settings, and results"
+        )
         assert result["evaluate"] == ["all_reduce"]
         assert result["raw batch"] == ["all_reduce", "all_reduce"], "sizes, and gradients"
         assert result["loader"] == []

@@ -103,7 +103,7 @@ def _all_ranks(world: Any) -> Axis:
 
 
 def number_samples(world: Any, counts: list[int]) -> Any:
-    share = RawBatches(_all_ranks(world)).share(torch.ones(counts[world.rank], 2), world.device, 2)
+    share = RawBatches(_all_ranks(world), world.device).share(torch.ones(counts[world.rank], 2), 2)
     return [
         (len(batch), list(numbers))
         for (_, batch), numbers in zip(share.microbatches, share.samples, strict=True)

@@ -190,7 +190,7 @@ def test_a_position_that_nobody_has_taken_yet_is_saved_again(tmp_path: Path) -> 
     trainer.resume(tmp_path)
     trainer.save()
     loader = go(tmp_path, last=3)._loaders["train"]
-    assert loader.position == (0, 3, 24)
+    assert loader.position[:3] == (0, 3, 24)
     assert "microbatch_size was 2 and is 4" in refused(tmp_path, microbatch_size=4)
 
 

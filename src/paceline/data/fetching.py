@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from paceline.data.contents import NUM_COMPARED, Digests, digest_fields
 from paceline.data.order import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
@@ -53,7 +54,7 @@ class Key(NamedTuple):
 
 class Item(NamedTuple):
     """A fetched `Key`; `Share` without its loader. `num_samples` is 0 past the end of a stream, and
-    `start` is then the place where the stream ended."""
+    `start` is then the place where the stream ended. `digests` are those of the samples that were read."""
 
     epoch: int
     number: int
@@ -62,6 +63,7 @@ class Item(NamedTuple):
     num_microbatches: int
     microbatches: list[tuple[int, Any]]
     last: bool
+    digests: Digests
 
 
 class Fetcher(Dataset[Any]):
@@ -74,6 +76,7 @@ class Fetcher(Dataset[Any]):
         rank, world_size, num_slots: whose microbatches to fetch, see `owned_microbatches`.
         seed: the loader's seed.
         collate: makes a microbatch of a list of samples; default torch's `default_collate`.
+        compares: whether items carry digests of the samples, which the ranks compare.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Fetcher(Dataset[Any]):
         num_slots: int | None,
         seed: int,
         collate: Collate | None,
+        compares: bool,
     ) -> None:
         self.dataset = dataset
         self.name = name
@@ -96,6 +100,7 @@ class Fetcher(Dataset[Any]):
         self.num_slots = num_slots
         self.seed = seed
         self.collate = collate
+        self.compares = compares
         self.known_epoch: int | None = None
 
     def __getitem__(self, key: Key) -> Item | PacelineError:
@@ -166,13 +171,18 @@ class SetFetcher(Fetcher):
         num_microbatches, blocks = self.own_blocks(num_samples)
         first = blocks[0][1] if blocks else 0
         own_order = self._order(key, first, blocks[-1][2] if blocks else 0)
-        microbatches = []
+        microbatches: list[tuple[int, Any]] = []
+        read: list[Any] = []
         for number, start, stop in blocks:
             place = key.start + start
             indices = own_order[start - first : stop - first]
             samples = self.read(indices, key.epoch, place)
             microbatches.append((number, self.make_batch(samples, indices, key.epoch, place)))
-        return Item(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last)
+            read += samples if self.compares else ()
+        return Item(
+            *(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last),
+            digests=digest_fields(read),
+        )
 
     def _order(self, key: Key, start: int, stop: int) -> list[int]:
         """Return the indices at places `start` to `stop` of a global batch."""
@@ -245,8 +255,9 @@ class StreamFetcher(Fetcher):
             self._ahead.extend(self._next(wanted - len(self._ahead)))
         last = len(self._ahead) < wanted
         if len(self._ahead) < (size if self.drop_last else 1):
-            return Item(key.epoch, key.number, self._place, 0, 0, [], True)
+            return Item(key.epoch, key.number, self._place, 0, 0, [], True, {})
         samples = [self._ahead.popleft() for _ in range(min(size, len(self._ahead)))]
+        digests = digest_fields(samples) if self.compares else {}  # before a collate function changes them
         self._place += len(samples)
         num_microbatches, blocks = self.own_blocks(len(samples))
         microbatches = []
@@ -254,7 +265,21 @@ class StreamFetcher(Fetcher):
             place = key.start + start
             labels = range(place, key.start + stop)
             microbatches.append((number, self.make_batch(samples[start:stop], labels, key.epoch, place)))
-        return Item(key.epoch, key.number, key.start, len(samples), num_microbatches, microbatches, last)
+        return Item(
+            *(key.epoch, key.number, key.start, len(samples), num_microbatches, microbatches, last), digests
+        )
+
+    def find_random_fields(self, epoch: int) -> set[str]:
+        """Read the first samples of an epoch twice, and return the fields that differ. Only for a stream
+        whose ranks differ: it is then opened again."""
+        readings = []
+        for _ in range(2):
+            with preserved_generators():
+                self._open(epoch)
+                readings.append(digest_fields(list(self._next(NUM_COMPARED))))
+                self._epoch = None
+        first, second = readings
+        return {name for name in {*first, *second} if first.get(name) != second.get(name)}
 
     def _open(self, epoch: int) -> None:
         forget_worker()

@@ -3,16 +3,12 @@ length."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.data.contents import add_content
 from paceline.data.fetching import Fetcher, SetFetcher
 from paceline.data.workers import prepare_worker
 from paceline.generators import preserved_generators
@@ -83,31 +79,5 @@ class _Digest(Dataset[str | None]):
         self.fetcher.pass_epoch(0)
         found = hashlib.sha256(f"{num_samples} {places}".encode())
         for sample in self.fetcher.read(places, epoch=0, place=0):
-            _add(found, sample)
+            add_content(found, sample)
         return found.hexdigest()[:32]
-
-
-def _add(found: Any, value: Any) -> None:
-    """Hash a nest of tensors, arrays and plain values. A value without readable content counts by its
-    type."""
-    found.update(type(value).__name__.encode())
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        found.update(f"{plain.dtype} {list(plain.shape)}".encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-    elif isinstance(value, np.ndarray | np.generic):
-        found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
-            found.update(repr(key).encode())
-            _add(found, value[key])
-    elif isinstance(value, (list, tuple)):
-        found.update(str(len(value)).encode())
-        for item in value:
-            _add(found, item)
-    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        found.update(repr(value).encode())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _add(found, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    elif callable(to_bytes := getattr(value, "tobytes", None)):  # an image of Pillow
-        found.update(to_bytes())

@@ -24,6 +24,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +33,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
 from paceline.data.fingerprint import fingerprint_data
+from paceline.data.own import Exchange, count_own_samples, join_own, moved_error
 from paceline.data.share import Share, count_owned, split_microbatches
 from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker
 from paceline.errors import PacelineError
+from paceline.seeds import derive_seed
 
 __all__ = ["Loader", "Position", "Share"]
 
@@ -46,11 +49,14 @@ class Position(NamedTuple):
         epoch: the pass over the data, from 0.
         number: global batches of this epoch consumed.
         samples: samples of this epoch consumed. The truth when the global batch size changes.
+        by_rank: samples of this epoch that each data rank has consumed of its own data; only with
+            `shard="mine"`, and empty at the start of an epoch.
     """
 
     epoch: int = 0
     number: int = 0
     samples: int = 0
+    by_rank: tuple[int, ...] = ()
 
 
 class Loader:
@@ -60,8 +66,14 @@ class Loader:
     Data sets with `__getitem__` and `__len__` are shuffled; `__getitems__` is used if it exists. Any other
     iterable is a stream: every worker of every rank reads all of it and keeps its own part (batches alternate
     between workers). Resuming reads it again up to the position, which takes as long as the first time. A
-    stream must be the same on every rank and on every reading of an epoch. The data set's `set_epoch(epoch)`
-    is called if it exists, in the workers too.
+    stream must be the same on every rank and on every reading of an epoch; ranks compare samples of every
+    global batch. The data set's `set_epoch(epoch)` is called if it exists, in the workers too.
+
+    Data that each rank has a part of already (own files, `split_dataset_by_node`) need `shard="mine"`. Each
+    rank then draws its part of every global batch from its own data, in its own order. A rank whose data end
+    first gives no more samples, so the last global batches are smaller; with `drop_last` the epoch ends
+    there. Iterating is collective, with one small collective per global batch. The position is exact on
+    the same number of data ranks; on another number only the start of an epoch can be resumed (PL669).
 
     Resuming a run compares its data: a data set with a `content_hash` (a text) by that, any other with an
     index by a few samples (`fingerprint.py`).
@@ -70,7 +82,8 @@ class Loader:
     ranks or workers (`fetching.py`), and the rank's own generators are left as they were.
 
     Without `epochs`, each iteration yields the rest of the current epoch. With `epochs=N`, one iteration
-    continues to the end of the N-th epoch, resumed or not. Only one iteration may run at a time.
+    continues to the end of the N-th epoch, resumed or not. Only one iteration may run at a time, and none
+    may begin after the N-th epoch, except as the first one of a resumed run.
 
     Args:
         dataset: the data; see above.
@@ -87,6 +100,8 @@ class Loader:
         pin_memory: page-locked memory; "auto": where there is a GPU.
         collate: makes a microbatch of a list of samples; default torch's `default_collate`.
         name: what messages call the data.
+        compares: whether shares of a stream carry digests of its samples, which ranks compare.
+        exchange: gathers a row of numbers from every data rank, for data that are this rank's own.
 
     Raises:
         PacelineError: PL250 to PL257, PL263 for bad arguments; while iterating PL258 to PL264.
@@ -110,6 +125,8 @@ class Loader:
         pin_memory: bool | Literal["auto"] = False,
         collate: Collate | None = None,
         name: str = "the data set",
+        compares: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         _check_number("global_batch_size", global_batch_size, 1)
         _check_number("microbatch_size", microbatch_size, 1)
@@ -133,7 +150,13 @@ class Loader:
                 rule="A global batch is cut into microbatches.",
                 fix=f"Set microbatch_size to {global_batch_size} or less.",
             )
-        self.name = name
+        self.name, self.dataset = name, dataset
+        self.random_fields: set[str] = set()
+        self._exchange, self._rank, self._world_size = exchange, rank, world_size
+        self._drawn_size = global_batch_size
+        if exchange is not None:
+            sizes = (global_batch_size, microbatch_size, world_size)
+            self._drawn_size = count_own_samples(*sizes, rank=rank, num_slots=num_slots)
         self.num_samples = _count_samples(dataset, name)
         self.global_batch_size = global_batch_size
         self.microbatch_size = microbatch_size
@@ -142,7 +165,7 @@ class Loader:
         self.drop_last = drop_last
         self.epochs = epochs
         self.num_workers = num_workers
-        if drop_last and self.num_samples is not None and self.num_samples < global_batch_size:
+        if drop_last and self.num_samples is not None and self.num_samples < self._drawn_size:
             raise PacelineError(
                 "PL257",
                 saw=f"drop_last=True with {self.num_samples} samples and "
@@ -150,10 +173,10 @@ class Loader:
                 rule="An epoch without a full batch would be empty.",
                 fix=f"Set drop_last=False, or global_batch_size to {self.num_samples} or less.",
             )
-        self._position = Position()
+        self._position, self._first_epoch, self._has_begun = Position(), 0, False
         self._turn = 0
         self._sampler = _Sampler()
-        self._fetcher = self._build_fetcher(dataset, rank, world_size, num_slots, collate)
+        self._fetcher = self._build_fetcher(dataset, rank, world_size, num_slots, collate, compares)
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
         # Holds torch's loader until ours is deleted: in a garbage cycle its queues would go first, and ending
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
@@ -167,7 +190,22 @@ class Loader:
     @cached_property
     def content_hash(self) -> str | None:
         """A hash of the data's content, or None; reads some samples on first use."""
-        return fingerprint_data(self._fetcher, self.num_workers)
+        return None if self.is_own else fingerprint_data(self._fetcher, self.num_workers)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the data are this rank's own part, rather than the whole data."""
+        return self._exchange is not None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a global batch was consumed, or a position restored."""
+        return self._position != Position(self._first_epoch)
+
+    def begin_with(self, epoch: int) -> None:
+        """Start with this epoch and count `epochs` from there, unless the loader has begun."""
+        if not self._has_begun and not self.has_moved:
+            self._position, self._first_epoch = Position(epoch), epoch
 
     @property
     def position(self) -> Position:
@@ -176,11 +214,22 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of global batches in a full epoch; raise a TypeError for streams."""
-        if self.num_samples is None:
-            raise TypeError(f"{self.name} is a stream, so its length is not known in advance.")
+        if self.num_samples is None or self.is_own:
+            kind = "divided by the user" if self.is_own else "a stream"
+            raise TypeError(f"{self.name} is {kind}, so its length is not known in advance.")
         return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
+        if self._has_begun and self._last_epoch is not None and self.epoch >= self._last_epoch:
+            raise PacelineError(
+                "PL261",
+                saw=f"{self.name} was iterated over again, after its epochs={self.epochs}.",
+                rule="epochs= counts the passes of the whole run, so that a resumed run knows what is left. "
+                "One iteration makes all of them.",
+                fix="Set epochs= to the number of passes and iterate once. Or leave epochs out, and iterate "
+                "once per epoch: for epoch in range(loader.epoch, 3).",
+            )
+        self._has_begun = True
         self._turn += 1
         self._fetcher.known_epoch = None  # Another loader over the same data set may have set another epoch.
         return self._give_out(self._turn)
@@ -192,7 +241,7 @@ class Loader:
         if share.last:
             behind = Position(share.epoch + 1)
         else:
-            behind = Position(share.epoch, share.number + 1, share.start + share.num_samples)
+            behind = Position(share.epoch, share.number + 1, share.start + share.num_samples, share.by_rank)
         self._position = max(self._position, behind)
 
     def iterate_once(self) -> Iterator[Share]:
@@ -204,9 +253,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings behind it, as JSON-able values; the same on every rank."""
-        return {
+        own: dict[str, Any] = {"by_rank": list(self._position.by_rank)} if self.is_own else {}
+        own |= {"first_epoch": self._first_epoch} if self._first_epoch else {}
+        return own | {
             "kind": self._kind,
-            "num_samples": self.num_samples,
+            "num_samples": None if self.is_own else self.num_samples,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "global_batch_size": self.global_batch_size,
@@ -220,10 +271,12 @@ class Loader:
         global batch size it continues with the next sample, and batches are cut anew from there.
 
         Raises:
-            PacelineError: PL260 not such a state; PL259 of other data or of another order.
+            PacelineError: PL260 not such a state; PL259 of other data or of another order; PL669 of ranks'
+                own data on another number of them.
         """
         expected = self.state_dict()
-        missing = [key for key in expected if key not in state]
+        by_rank = tuple(state.get("by_rank", ()))
+        missing = [key for key in expected if key not in state and key not in ("by_rank", "first_epoch")]
         counts = {key: state.get(key) for key in ("epoch", "number", "samples", "global_batch_size")}
         if missing or any(type(count) is not int or count < 0 for count in counts.values()):
             raise PacelineError(
@@ -240,21 +293,33 @@ class Loader:
                     rule="A position means the same samples only for the same data in the same order.",
                     fix=f"Go back to {key}={state[key]!r}, or start a new run.",
                 )
+        if by_rank and len(by_rank) != self._world_size:
+            raise moved_error(self.name, counts, len(by_rank), self._world_size)
         self._turn += 1
-        position = Position(counts["epoch"] or 0, counts["number"] or 0, counts["samples"] or 0)
-        if self.num_samples is not None:
+        position = Position(counts["epoch"] or 0, counts["number"] or 0, counts["samples"] or 0, by_rank)
+        if self.num_samples is not None and not self.is_own:
             num_left = self.num_samples - position.samples
             if not _count_batches(num_left, self.global_batch_size, self.drop_last):
                 position = Position(position.epoch + 1)  # The rest is less than a batch and is dropped.
-        self._position = position
+        self._position, self._first_epoch = position, state.get("first_epoch", 0)
 
     def close(self) -> None:
         """End the workers. Iterating again starts new ones."""
         self._turn += 1
         end_workers(self._torch_loader, os.getpid())
 
+    def find_random_fields(self, epoch: int) -> set[str]:
+        """Return the fields of a stream's samples that differ if they are read again."""
+        assert isinstance(self._fetcher, StreamFetcher)
+        return self._fetcher.find_random_fields(epoch)
+
+    @property
+    def _last_epoch(self) -> int | None:
+        """The epoch at which the iteration ends."""
+        return None if self.epochs is None else self._first_epoch + self.epochs
+
     def _give_out(self, turn: int) -> Iterator[Share]:
-        while self.epochs is None or self._position.epoch < self.epochs:
+        while self._last_epoch is None or self._position.epoch < self._last_epoch:
             self._check_turn(turn)
             epoch = self._position.epoch
             yield from self._give_out_epoch(self._position, turn, source=self)
@@ -263,6 +328,11 @@ class Loader:
                 return
 
     def _give_out_epoch(self, start: Position, turn: int, source: Loader | None) -> Iterator[Share]:
+        if self.is_own:
+            for share in self._join_own(start):
+                yield replace(share, source=source)
+                self._check_turn(turn)
+            return
         for item in self._fetch_epoch(start):
             num_owned = count_owned(item.num_microbatches, self._fetcher.world_size, self._fetcher.num_slots)
             cuts = split_microbatches(item.num_samples, self.microbatch_size)
@@ -276,14 +346,22 @@ class Loader:
                 start=item.start,
                 last=item.last,
                 source=source,
+                digests=item.digests,
             )
             self._check_turn(turn)
             if item.last:
                 return
 
+    def _join_own(self, start: Position) -> Iterator[Share]:
+        by_rank = start.by_rank or (0,) * self._world_size
+        items = self._fetch_epoch(start._replace(samples=by_rank[self._rank]))
+        first = Share(start.epoch, start.number, 0, (), [], start=start.samples, by_rank=by_rank)
+        assert self._exchange is not None
+        return join_own(items, first, self._rank, self.microbatch_size, self.drop_last, self._exchange)
+
     def _fetch_epoch(self, start: Position) -> Iterator[Item]:
         """Yield the items from a position to the end of its epoch, as the workers deliver them."""
-        self._sampler.keys = _list_keys(start, self.global_batch_size, self.num_samples, self.drop_last)
+        self._sampler.keys = _list_keys(start, self._drawn_size, self.num_samples, self.drop_last)
         with warnings.catch_warnings():
             _ignore_worker_warnings()
             items = iter(self._torch_loader)
@@ -300,7 +378,7 @@ class Loader:
 
     @property
     def _kind(self) -> str:
-        return "stream" if self.num_samples is None else "set"
+        return ("own " if self.is_own else "") + ("stream" if self.num_samples is None else "set")
 
     def _choose_shuffle(self, shuffle: bool | None) -> bool:
         if self.num_samples is not None:
@@ -315,16 +393,26 @@ class Loader:
         return False
 
     def _build_fetcher(
-        self, dataset: Any, rank: int, world_size: int, num_slots: int | None, collate: Collate | None
+        self,
+        dataset: Any,
+        rank: int,
+        world_size: int,
+        num_slots: int | None,
+        collate: Collate | None,
+        compares: bool,
     ) -> Fetcher:
+        if self.is_own:  # the fetcher then yields all that it reads
+            rank, world_size = 0, 1
         options = {
             "name": self.name,
             "microbatch_size": self.microbatch_size,
             "rank": rank,
             "world_size": world_size,
             "num_slots": num_slots,
-            "seed": self.seed,
+            # Otherwise ranks would draw the same order, and the same random numbers for other samples.
+            "seed": derive_seed(self.seed, "own", self._rank) if self.is_own else self.seed,
             "collate": collate,
+            "compares": self.is_own or (compares and self.num_samples is None),
         }
         if self.num_samples is None:
             return StreamFetcher(dataset, drop_last=self.drop_last, **options)
@@ -395,7 +483,7 @@ def _list_keys(
 ) -> Iterator[Key]:
     """Yield the global batches from a position to the end of its epoch; without end for a stream, as only a
     worker sees where that ends."""
-    epoch, number, samples = start
+    epoch, number, samples, _ = start
     num_batches = None
     if num_samples is not None:
         num_batches = _count_batches(num_samples - samples, global_batch_size, drop_last)

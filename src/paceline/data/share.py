@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.contents import Digests
+
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
 
@@ -31,6 +33,9 @@ class Share:
         start: place of the global batch's first sample in the epoch's order.
         last: whether the epoch ends with this global batch.
         source: the loader that it came from, which wants to hear when it was consumed.
+        by_rank: samples of the epoch that each data rank has drawn from its own data, with this batch;
+            empty if the loader distributes the data.
+        digests: of samples that every rank has read for this global batch.
     """
 
     epoch: int
@@ -42,11 +47,19 @@ class Share:
     start: int = 0
     last: bool = False
     source: Loader | None = field(default=None, repr=False, compare=False)
+    by_rank: tuple[int, ...] = ()
+    digests: Digests = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of the whole global batch, over all ranks."""
         return sum(self.num_owned)
+
+    @property
+    def compared_digests(self) -> Digests:
+        """The digests of the samples without fields that differ from reading to reading."""
+        left_out = () if self.source is None else self.source.random_fields
+        return {name: each for name, each in self.digests.items() if name not in left_out}
 
 
 def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int, int]]:

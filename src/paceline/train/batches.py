@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
-from paceline.train.same_settings import is_comparing
+from paceline.train.same_settings import different_data_error, is_comparing
 
 # This many equal batches in a row are not a coincidence; and the number of batches that are compared.
 _NUM_EQUAL, _NUM_COMPARED = 3, 16
@@ -72,51 +73,50 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
     return total, weight
 
 
-class RawBatches:
-    """Batches that the user's loop supplies: each rank's samples become its share of a global batch.
+class RankRows:
+    """Gathers numbers of the batches that ranks bring themselves, and compares these batches.
 
-    The first batches are compared over the ranks. Ranks that supply the same samples in several batches in
-    a row read the same part of the data, and each sample would count several times.
+    Ranks that share a model (by tp, cp or pp) must bring the same samples, and data ranks different ones.
+    Data ranks that bring the same samples in several batches in a row read the same part of the data, and
+    each sample would count several times.
 
     Args:
-        dp: the ranks that have different samples, or `None` if there is one.
+        dp: the ranks that have different samples; `None` in a world of one.
+        device: where the collective runs.
     """
 
-    def __init__(self, dp: Axis | None) -> None:
-        self._dp = dp if dp is not None and dp.size > 1 else None
-        self._num_seen = 0
+    def __init__(self, dp: Axis | None, device: torch.device) -> None:
+        self._dp = dp
+        self._device = device
         self._earlier: set[int] = set()
         self._num_equal: dict[int, int] = {}
 
-    def share(self, batch: Any, device: torch.device, microbatch_size: int | None) -> Share:
-        """Cut this rank's samples into its share of a global batch; collective over dp.
-
-        Microbatches and samples are numbered consecutively in the order of ranks. Costs one all-reduce of
-        16 bytes per rank.
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Return the row of every data rank; collective over all ranks, with 8 bytes per number and rank.
 
         Args:
-            batch: this rank's samples; ranks of tp pass the same ones.
-            device: where the collective runs.
-            microbatch_size: samples per forward; `None` for all samples of a rank at once.
+            row: numbers; the last ones are whether the samples are alike, and their digest.
 
         Raises:
-            PacelineError: PL419, on every rank, if ranks have passed the same samples several times.
+            PacelineError: PL419 for the same samples on data ranks, PL668 for others on the ranks of one.
         """
-        num_samples = count_samples(batch)
         if self._dp is None:
-            return _cut_into_share(batch, [num_samples], 0, microbatch_size)
-        rank, size = self._dp.rank, self._dp.size
-        numbers = torch.zeros(2 * size, dtype=torch.int64)
-        numbers[rank] = num_samples
-        if self._num_seen < _NUM_COMPARED:
-            numbers[size + rank] = _digest_batch(batch)
-        numbers = numbers.to(device)
-        dist.all_reduce(numbers, group=self._dp.group)
-        values = numbers.tolist()
-        if self._num_seen < _NUM_COMPARED:
-            self._num_seen += 1
-            self._compare(values[size:])
-        return _cut_into_share(batch, values[:size], rank, microbatch_size)
+            return [list(row)]
+        numbers = torch.zeros(dist.get_world_size(), 1 + len(row), dtype=torch.int64)
+        numbers[dist.get_rank()] = torch.tensor([self._dp.rank, *row])
+        numbers = numbers.to(self._device)
+        dist.all_reduce(numbers)
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, (place, *values) in enumerate(numbers.tolist()):
+            peer, expected = first.setdefault(place, (rank, values))
+            if values != expected and is_comparing():
+                raise different_data_error(
+                    f"ranks {peer} and {rank} brought different samples and share one copy of the model",
+                    "Ranks of tp, cp and pp compute the same samples together.",
+                )
+        rows = [first[place][1] for place in range(self._dp.size)]
+        self._compare([_TOO_PLAIN if alike else digest for *_, alike, digest in rows])
+        return rows
 
     def _compare(self, digests: list[int]) -> None:
         """Count, per rank, how many new batches in a row were equal to another rank's.
@@ -130,6 +130,42 @@ class RawBatches:
         ranks = [rank for rank, number in self._num_equal.items() if number >= _NUM_EQUAL]
         if ranks and is_comparing():
             raise _same_samples_error(ranks)
+
+
+class RawBatches:
+    """Batches that the user's loop supplies: each rank's samples become its share of a global batch.
+
+    The first batches are compared over the ranks.
+
+    Args:
+        dp: the ranks that have different samples; `None` in a world of one.
+        device: where the collective runs.
+    """
+
+    def __init__(self, dp: Axis | None, device: torch.device) -> None:
+        self._dp, self._rows = dp, RankRows(dp, device)
+        self._num_seen = 0
+
+    def share(self, batch: Any, microbatch_size: int | None) -> Share:
+        """Cut this rank's samples into its share of a global batch; collective.
+
+        Microbatches and samples are numbered consecutively in the order of ranks. Costs one all-reduce of
+        32 bytes per rank.
+
+        Args:
+            batch: this rank's samples; ranks of tp pass the same ones.
+            microbatch_size: samples per forward; `None` for all samples of a rank at once.
+
+        Raises:
+            PacelineError: as `RankRows.exchange`, on every rank.
+        """
+        num_samples, rank = count_samples(batch), 0 if self._dp is None else self._dp.rank
+        self._num_seen += 1
+        is_compared = self._num_seen <= _NUM_COMPARED
+        if self._dp is None or (self._dp.size == 1 and not is_compared):
+            return _cut_into_share(batch, [num_samples], 0, microbatch_size)
+        rows = self._rows.exchange([num_samples, *(_digest_batch(batch) if is_compared else (1, 0))])
+        return _cut_into_share(batch, [row[0] for row in rows], rank, microbatch_size)
 
 
 def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: int | None) -> Share:
@@ -152,8 +188,8 @@ def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: i
     )
 
 
-def _digest_batch(batch: Any) -> int:
-    """Return a 63-bit digest of all tensors' contents, or `_TOO_PLAIN` if they hold few different numbers."""
+def _digest_batch(batch: Any) -> tuple[bool, int]:
+    """Return whether all tensors hold few different numbers, and a 63-bit digest of their contents."""
     digest, words = hashlib.blake2b(digest_size=8), b""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.numel():
@@ -161,19 +197,20 @@ def _digest_batch(batch: Any) -> int:
             words += content.reshape(-1).view(torch.uint8).numpy().tobytes()
             digest.update(str(leaf.shape).encode())
     digest.update(words)
-    if len(np.unique(np.frombuffer(words[: len(words) // 8 * 8], np.int64))) < _NUM_DIFFERENT:
-        return _TOO_PLAIN
-    return int.from_bytes(digest.digest(), "little") >> 1
+    is_plain = len(np.unique(np.frombuffer(words[: len(words) // 8 * 8], np.int64))) < _NUM_DIFFERENT
+    return is_plain, int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _same_samples_error(ranks: list[int]) -> PacelineError:
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     error = PacelineError(
         "PL419",
-        saw=f"the last {_NUM_EQUAL} batches given to step() were the same on several ranks (places {shown} "
-        "among the ranks that share the data).",
-        rule="Each rank must give its own samples. Otherwise a step counts some samples several times.",
-        fix="Use trainer.loader(dataset, global_batch_size=...), or a DistributedSampler in the DataLoader.",
+        saw=f"the last {_NUM_EQUAL} batches were the same on several ranks (places {shown} among the ranks "
+        "that share the data).",
+        rule="Ranks that bring batches of their own must bring different samples. Otherwise a step counts "
+        "some samples several times.",
+        fix='Use trainer.loader(dataset, global_batch_size=...) without shard="mine"; it divides the data. '
+        "Or divide them by rank, as a DistributedSampler in a DataLoader does.",
     )
     error.on_every_rank = True
     return error

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.objective import Objective
 from paceline.seeds import derive_seed
 from paceline.train.batches import weigh
 from paceline.train.global_loss import GlobalLoss
+from paceline.train.loaders import TrainerLoader
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
+from paceline.train.same_settings import all_ranks, check_same_samples
 
 Metric = Callable[[Any, Any], Any]
 
@@ -54,7 +55,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module,
     runner: Runner,
-    loader: Loader,
+    loader: TrainerLoader,
     *,
     forward: Callable[[Any, Any], Any],
     loss: Callable[[Any, Any], Any],
@@ -86,12 +87,16 @@ def evaluate(
     objective: Objective[Any] = Objective(lambda batch: forward(model, batch), measure)
     if global_loss is not None:
         objective = Objective(global_loss.run, lambda output, batch: output)
+    if mesh is not None:
+        loader.check_same()
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     rows: list[tuple[int, Tensor]] = []
     num_microbatches = num_samples = 0
     try:
         for share in loader.iterate_once():
+            if mesh is not None and share.digests and not num_samples:
+                check_same_samples(loader, share, all_ranks())
             first = num_microbatches
             results = runner.evaluate(objective, share, partial(_derive_seed_of, seed, first))
             if global_loss is not None and runner.has_outputs:

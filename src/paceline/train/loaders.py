@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 from paceline.data.loader import Loader
 from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.train.batches import RankRows
 from paceline.train.compressing import check_num_slots
+from paceline.train.same_settings import all_ranks, check_same_settings, describe_data
 
 
 class StepTaker(Protocol):
@@ -33,15 +36,47 @@ class TrainerLoader(Loader):
     Args:
         trainer: the trainer that made the loader.
         dataset, settings: as for `Loader`.
+        shard: `"loader"` for the whole data, `"mine"` for this rank's own part.
+        rows: gathers numbers from all ranks.
+        others: the trainer's loaders by name. A loader of data that another one has trained on starts with
+            the next epoch, so that a loader made in every epoch does not repeat the order of the first.
+
+    Attributes:
+        is_compared: whether the settings of the loader were compared over the ranks.
     """
 
-    def __init__(self, trainer: StepTaker, dataset: Any, **settings: Any) -> None:
-        super().__init__(dataset, num_slots=trainer.num_slots, **settings)
+    def __init__(
+        self,
+        trainer: StepTaker,
+        dataset: Any,
+        *,
+        shard: Literal["loader", "mine"],
+        rows: RankRows,
+        others: Mapping[str, Loader],
+        **settings: Any,
+    ) -> None:
+        if shard not in ("loader", "mine"):
+            raise PacelineError(
+                "PL250",
+                saw=f"shard={shard!r}.",
+                rule='It is "loader" for data that the loader divides, or "mine" for this rank\'s own part.',
+                fix='Leave it out, or pass shard="mine".',
+            )
+        exchange = rows.exchange if shard == "mine" else None
+        super().__init__(dataset, num_slots=trainer.num_slots, exchange=exchange, **settings)
+        self.is_compared, self._others = False, others
         if settings.get("shuffle") is not False:
             check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)
         self._trainer = trainer
 
+    def check_same(self) -> None:
+        """Compare the settings and the data over the ranks, the first time; collective."""
+        if not self.is_compared:
+            check_same_settings(describe_data(self), all_ranks())
+            self.is_compared = True
+
     def __iter__(self) -> Iterator[Share]:
+        self.begin_with(self._find_next_epoch())
         shares = super().__iter__()
         while True:
             self._trainer.leave_if_asked()
@@ -51,3 +86,15 @@ class TrainerLoader(Loader):
             if share is None:
                 return
             yield share
+
+    def _find_next_epoch(self) -> int:
+        """Return the first epoch that no other loader over the same data has begun."""
+        moved = [other for other in self._others.values() if other is not self and other.has_moved]
+        same = [other for other in moved if other.dataset is self.dataset or self._has_content_of(other)]
+        return max((other.epoch + (other.position.samples > 0) for other in same), default=0)
+
+    def _has_content_of(self, other: Loader) -> bool:
+        """Return whether the data are those of another loader, made anew, as in a loop over epochs."""
+        if type(self.dataset) is not type(other.dataset) or self.num_samples != other.num_samples:
+            return False
+        return self.content_hash is not None and self.content_hash == other.content_hash

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.data.contents import are_alike
 from paceline.data.loader import Loader
+from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
 from paceline.train.agreement import Numbers
@@ -59,7 +61,8 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
     Costs one gather of 16 bytes per rank if all are the same.
 
     Raises:
-        PacelineError: PL417, on every rank, naming the settings that differ and their ranks.
+        PacelineError: PL417, on every rank, naming the settings that differ and their ranks; PL668 if only
+            the data differ.
     """
     if not is_comparing():
         return
@@ -75,6 +78,8 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
         values = [each.get(name, _MISSING) for each in gathered]
         if values.count(values[0]) < len(values):
             differing.append(f"{name} is {describe_by_rank(values)}")
+    if differing and all(each.startswith(("content of ", "num_samples of ")) for each in differing):
+        raise different_data_error("; ".join(differing))
     raise _different_error(differing)
 
 
@@ -93,16 +98,18 @@ class StepSettings:
         self.digest = 0
         self._group = group
         self._describe = describe
+        self._share: Share | None = None
         self._seen: tuple[Any, ...] | None = None
         self._of_seen = 0
 
-    def begin(self, key: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    def begin(self, key: tuple[Any, ...], numbers: tuple[Any, ...], share: Share) -> None:
         """Take the digest of a step; collective in the first one, which compares everything.
 
         Args:
             key: of the settings; they are described again only if it has changed. It may differ
                 between ranks.
             numbers: numbers and words of this step, which enter the digest unchanged.
+            share: this step's, with digests of its samples.
         """
         if self._group is None:
             return
@@ -111,7 +118,8 @@ class StepSettings:
             if self._seen is None:
                 check_same_settings(settings, self._group)
             self._seen, self._of_seen = key, digest_text(repr(settings))
-        self.digest = digest_text(f"{self._of_seen} {numbers}")
+        self._share = share
+        self.digest = digest_text(f"{self._of_seen} {numbers} {share.compared_digests}")
 
     def check(self, digests: Numbers) -> None:
         """Compare the digests of all ranks; collective only if they differ.
@@ -120,9 +128,11 @@ class StepSettings:
             digests: one row of two numbers per rank.
 
         Raises:
-            PacelineError: PL417, on every rank.
+            PacelineError: PL417 or PL668, on every rank.
         """
         if self._group is not None and not (digests == digests[0]).all():
+            if self._share is not None and self._share.source is not None and self._share.digests:
+                check_same_samples(self._share.source, self._share, self._group)
             check_same_settings(self._describe(), self._group)
 
 
@@ -190,10 +200,69 @@ def describe_optimizer(name: str, optimizer: Optimizer) -> dict[str, str]:
 
 def describe_data(loader: Loader) -> dict[str, str]:
     """Describe a loader's settings without its position, and its data by size and a hash of some samples."""
-    settings = {k: v for k, v in loader.state_dict().items() if k not in ("epoch", "number", "samples")}
+    position = ("epoch", "number", "samples", "by_rank")
+    settings = {key: value for key, value in loader.state_dict().items() if key not in position}
     settings |= {key: getattr(loader, key) for key in ("microbatch_size", "drop_last", "epochs")}
     settings["content"] = loader.content_hash
     return {f"{key} of {loader.name}": str(value) for key, value in settings.items()}
+
+
+def check_same_samples(loader: Loader, share: Share, group: dist.ProcessGroup) -> None:
+    """Compare the samples of a stream that ranks have read for the same places; collective.
+
+    Fields that differ from reading to reading, such as augmentation by a generator of the data's own, are not
+    compared from then on, as long as another field shows that the samples are the same.
+
+    Args:
+        loader: of the stream.
+        share: with digests of its samples.
+        group: the ranks.
+
+    Raises:
+        PacelineError: PL668, on every rank.
+    """
+    if not is_comparing():
+        return
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, share.digests, group)
+
+    def differ(name: str) -> bool:
+        return any(each.get(name) != gathered[0].get(name) for each in gathered)
+
+    names = [name for name in set().union(*gathered) if name not in loader.random_fields]
+    if not any(map(differ, names)):
+        return
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, loader.find_random_fields(share.epoch), group)
+    random = set().union(*found)
+    shown = [name for name in names if name not in random and differ(name)]
+    known = {name: each for name, each in share.digests.items() if name not in random}
+    if shown or are_alike(known):
+        fields = ", ".join(sorted(shown or random)[:_MAX_SHOWN])
+        again = "" if shown else ", and on one rank if it is read again"
+        raise different_data_error(f"the samples of {loader.name} differ between ranks{again} (in {fields})")
+    loader.random_fields |= random
+
+
+def different_data_error(saw: str, rule: str = "") -> PacelineError:
+    """Return PL668, for ranks whose data differ.
+
+    Args:
+        saw: the difference.
+        rule: the reason, if it is not that the loader divides the data.
+    """
+    error = PacelineError(
+        "PL668",
+        saw=f"{saw}.",
+        rule=rule
+        or "A loader is given the whole data on every rank and draws this rank's part from them. Of data "
+        "that are already divided, most would never be used.",
+        fix="Give every rank the same data in the same order: without split_dataset_by_node, without files "
+        "or a shuffle of the rank's own, and with random numbers from the global generators of random, numpy "
+        'or torch, which the loader seeds. Or keep the division: trainer.loader(..., shard="mine").',
+    )
+    error.on_every_rank = True
+    return error
 
 
 def describe_step_settings(

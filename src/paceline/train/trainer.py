@@ -28,7 +28,7 @@ from paceline.recipe import Layout
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
-from paceline.train.batches import RawBatches, weigh
+from paceline.train.batches import RankRows, RawBatches, weigh
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -250,7 +250,7 @@ class Trainer(TrainedModels):
         self._last_loss = math.nan
         self._source: Loader | None = None
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
-        self._raw_batches = RawBatches(self._dp)
+        self._raw_batches = RawBatches(self._dp, self.world.device)
         self._requests = StopRequests()
         self._stop_signum = 0
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
@@ -272,12 +272,15 @@ class Trainer(TrainedModels):
         prefetch: int = 2,
         pin_memory: bool | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
+        shard: Literal["loader", "mine"] = "loader",
         name: str | None = None,
-    ) -> Loader:
+    ) -> TrainerLoader:
         """Build a loader of global batches, which gives each rank its share; see `paceline.data.Loader`.
 
         Its position is saved in the checkpoints, under `name`. By default the name follows from the order of
-        creation, which must then be the same in the start that resumes.
+        creation, which must then be the same in the start that resumes. `shard="mine"` states that the data
+        are already divided, and are this rank's own part. A loader of data that another loader has trained
+        on starts with the next epoch.
         """
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
@@ -300,6 +303,10 @@ class Trainer(TrainedModels):
             pin_memory=self.world.device.type == "cuda" if pin_memory is None else pin_memory,
             collate=collate,
             name=name,
+            shard=shard,
+            compares=self._mesh is not None,
+            rows=RankRows(self._dp, self.world.device),
+            others=self._loaders,
         )
         self._loaders[name] = loader
         if shuffle is not False and self.world.is_main:
@@ -414,7 +421,7 @@ class Trainer(TrainedModels):
         if isinstance(batch, Share):
             share = batch
         else:
-            share = self._raw_batches.share(batch, self.world.device, self.microbatch_size)
+            share = self._raw_batches.share(batch, self.microbatch_size)
             self._saver.has_raw_batches = True
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
             raise sync_batchnorm_error(
@@ -425,6 +432,7 @@ class Trainer(TrainedModels):
         self._settings.begin(
             (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
             tuple(read_hyperparameters(u.optimizer) for u in updates),
+            share,
         )
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
@@ -482,7 +490,7 @@ class Trainer(TrainedModels):
         with preserved_generators(self.world.device):
             return self._updates["model"].runner.find_random(self._objective(), batch)
 
-    def evaluate(self, loader: Loader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
+    def evaluate(self, loader: TrainerLoader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
         """Compute the mean loss, and other means, over all of a loader's samples; collective. One model only.
 
         Args:

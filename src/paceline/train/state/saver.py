@@ -25,7 +25,7 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.names import CHECKPOINTS, SHARDED, list_checkpoints
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.writing.waiting import await_writers
-from paceline.data.loader import Loader, Position
+from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.generators import read_generators, write_generators
@@ -446,7 +446,7 @@ class Saver:
     def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
         # A loader that has not moved, such as one for evaluation, has no position to save.
-        moved = {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
+        moved = {name: loader for name, loader in self._loaders.items() if loader.has_moved}
         return {
             "loss": counters["loss"],  # `paceline checkpoint show` prints it
             "counters": counters,
