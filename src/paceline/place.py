@@ -15,12 +15,17 @@ from paceline.errors import PacelineError
 Launcher = Literal["torchrun", "slurm", "mpi", "single"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
 # srun numbers its steps from 0; the batch script, the interactive shell and the external step have
 # numbers at the top of 32 bits (slurm.h: SLURM_BATCH_SCRIPT 0xfffffffb, SLURM_INTERACTIVE_STEP 0xfffffffa).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses the port by chance.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
+# Kubernetes sets it in every container.
+_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 _GRACE = "PACELINE_GRACE_S"
+GIVEN_PORT = "PACELINE_MASTER_PORT"
+"""The variable of the port at which the launcher serves the store; a script may set MASTER_PORT to another."""
 _GOES_ON = "PACELINE_GOES_ON"
 
 
@@ -117,6 +122,12 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_RANK" in env and env.get("OMPI_COMM_WORLD_SIZE") != "1"
 
 
+def drop_rank_variables(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Remove torchrun's variables of a rank, and return those that were set and not empty."""
+    dropped = {name: environ.pop(name, "").strip() for name in (*_TORCHRUN, *_GROUP)}
+    return {name: value for name, value in dropped.items() if value}
+
+
 def note_grace(environ: MutableMapping[str, str], grace_s: float) -> None:
     """Set the variable by which ranks know how long they have to save and leave after a signal."""
     environ[_GRACE] = f"{grace_s:g}"
@@ -193,6 +204,9 @@ def _from_torchrun(env: Mapping[str, str]) -> RankPlace:
     world_size = _number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 0
     # A world of one needs no local numbers and no address.
     needed = ("RANK", "WORLD_SIZE") if world_size == 1 else _TORCHRUN
+    if _KUBERNETES in env and not any(name.startswith("LOCAL_") for name in env if name in _TORCHRUN):
+        # Kubeflow's PyTorchJob numbers pods. Without a launcher in the pod, its one process is the rank.
+        needed = tuple(name for name in needed if not name.startswith("LOCAL_"))
     if any(name not in env for name in needed):
         raise _half_set(env, needed, "torchrun")
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
@@ -208,7 +222,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankPlace:
         num_nodes=_number(env, "GROUP_WORLD_SIZE", nodes),
         master_addr=env.get("MASTER_ADDR"),
         master_port=_port(env),
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and env.get(GIVEN_PORT, env.get("MASTER_PORT")) == env.get("MASTER_PORT"),
     )
 
 

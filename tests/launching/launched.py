@@ -27,6 +27,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 _BIN = Path(sys.executable).parent
 _MARK = "PACELINE_TEST_MARK"
 _REPOSITORY = Path(__file__).parents[2]
+# Its own source first, also where another checkout is installed.
+_PATH = os.pathsep.join(map(str, (_REPOSITORY / "src", _REPOSITORY)))
 
 
 def paceline_run(*words: str) -> list[str]:
@@ -68,7 +70,7 @@ class Launched:
         for path in (self.work, self.tmp, self.shm):
             path.mkdir(parents=True, exist_ok=True)
         self._command = around(self._with_shm(command))
-        self._env = {**os.environ, _MARK: self.mark, "TMPDIR": str(self.tmp), "PYTHONPATH": str(_REPOSITORY)}
+        self._env = {**os.environ, _MARK: self.mark, "TMPDIR": str(self.tmp), "PYTHONPATH": _PATH}
         self._env.setdefault("OMP_NUM_THREADS", "1")
         for name, value in (env or {}).items():
             self._env.pop(name, None)

@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     from paceline.launching.run import run_script
-    from paceline.place import read_environment
+    from paceline.launching.elastic.network import read_place
 
     if args.threads_per_rank is not None and args.threads_per_rank < 1:
         raise PacelineError(
@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace) -> None:
             fix="Add --rdzv-backend c10d, or leave --witness out.",
         )
     announce_grace(args)
-    place = read_environment(os.environ)
+    place = read_place(args, os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)
     watcher = add_recording(args, build_watcher(args))

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.set, remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     announce_grace(args)
+    _follow_pods(args)
     if is_launched(os.environ):
         _refuse_launcher_flags(args)
         refuse_recording(args)
@@ -265,6 +266,20 @@ def _choose_ranks(asked: int | None, recipe: Recipe) -> tuple[int, Layout, list[
         return asked, first.close(), []
     settled = settle_recipe(recipe, first.fewest_ranks if asked is None else asked)
     return settled.layout.num_ranks, settled.layout, _list_remarks(settled, [], "are not started")
+
+
+def _follow_pods(args: argparse.Namespace) -> None:
+    """Read a Kubeflow PyTorchJob's variables, which number pods, where flags start this pod's ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or not os.environ.get("RANK"):
+        return
+    from paceline.launching.elastic.network import read_place
+
+    flags = argparse.Namespace(nproc_per_node=args.nproc, nnodes=args.nnodes, standalone=False)
+    flags.master_addr, flags.master_port, flags.node_rank = "127.0.0.1", None, 0
+    read_place(flags, os.environ)
+    if flags.nnodes != args.nnodes:
+        args.nnodes = flags.nnodes
+        args.rdzv_endpoint = args.rdzv_endpoint or f"{flags.master_addr}:{flags.master_port}"
 
 
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
-from paceline.launching.elastic.network import choose_rendezvous, describe_place
+from paceline.launching.elastic.network import choose_rendezvous, describe_place, read_place
 from paceline.launching.eviction import check_eviction, watch_for_eviction
 from paceline.launching.job import ScriptJob, watching
 from paceline.launching.processes.folder import launch_folder
@@ -37,7 +37,7 @@ from paceline.launching.verdict import judge, log_restart, may_be_consequence, r
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
-from paceline.place import RankPlace, note_grace, read_environment, read_grace_s, usable_cores
+from paceline.place import RankPlace, note_grace, read_grace_s, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -73,7 +73,7 @@ def run_script(
         Become: in a rank.
     """
     script = _read_script(flags)
-    place = read_environment(os.environ)
+    place = read_place(flags, os.environ)
     if place.launcher != "single":
         _join(flags, script, place, threads)
     with raise_on_signals() as check_signals:
@@ -172,6 +172,8 @@ def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, th
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, cores))
     if script is None:
         os.execvp(flags.training_script, [flags.training_script, *flags.training_script_args])
+    if place.rank == 0:
+        log.info("this process is rank 0 of %d, as the environment says", place.world_size)
     raise Become(script, None, lambda: ignore_error)
 
 

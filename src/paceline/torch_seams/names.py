@@ -209,6 +209,14 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName(f"{_ITERATOR}._shutdown_workers", "ends workers before the loader is collected"),
         TorchName(f"{_ITERATOR}._workers", "has workers killed that ignore SIGTERM"),
     ),
+    "meeting": (
+        TorchName(
+            "torch.distributed.rendezvous._create_c10d_store",
+            "a script's own MASTER_PORT is served by its rank 0",
+            "TORCHELASTIC_USE_AGENT_STORE, which counts for every port",
+            "a script that sets MASTER_PORT waits until the watch reports PL810",
+        ),
+    ),
     "modules": (
         TorchName(
             "torch.nn.Module._parameters",

@@ -118,7 +118,7 @@ class MembersRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+        return shares_store()
 
     def get_run_id(self) -> str:
         return self._terms.job
@@ -139,7 +139,7 @@ class MembersRendezvous(RendezvousHandler):
         own = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         offer: Message = {"store_port": own.port, "master_port": own.port}
         if not self.use_agent_store:
-            offer["master_port"] = _find_free_port()
+            offer["master_port"] = find_free_port()
         world = self._await_world(offer)
         if self._note is not None:
             self._note.write(world)
@@ -340,7 +340,13 @@ def _resolve(host: str) -> str:
     return host
 
 
-def _find_free_port() -> int:
+def shares_store() -> bool:
+    """Return whether ranks use the launcher's store, by torch's variable."""
+    return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+
+def find_free_port() -> int:
+    """Return a port that was free a moment ago, on all interfaces."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ import psutil
 
 from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import read_endpoints
-from paceline.place import RankPlace
+from paceline.place import RankPlace, drop_rank_variables, read_environment
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,42 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
         if name is not None:
             environ[_INTERFACE] = name
             log.info("this node is reached at %s, on %s (%s)", address, name, _INTERFACE)
+
+
+def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> RankPlace:
+    """Return this process's place, where flags that start ranks override torchrun's variables, as in torchrun.
+
+    The variables are then removed. If they number the pods of a Kubeflow PyTorchJob, which have no local
+    numbers, they supply the number of nodes, this node's number and the address that the flags leave out.
+
+    Raises:
+        PacelineError: PL300 to PL304, PL361 and PL362 as `read_environment`, PL348 in one of several ranks
+            that a launcher has started on this node.
+    """
+    starts_ranks = flags.nproc_per_node is not None or flags.nnodes is not None or flags.standalone
+    starts_ranks |= "MASTER_ADDR" not in environ and environ.get("WORLD_SIZE") == "1"  # nowhere to meet
+    if not starts_ranks or not environ.get("RANK", environ.get("WORLD_SIZE", "")).strip():
+        return read_environment(environ)
+    if "TORCHELASTIC_RUN_ID" in environ and read_environment(environ).local_world_size > 1:
+        raise PacelineError(
+            "PL348",
+            saw=f"RANK={environ['RANK']}, LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']}, and flags that start "
+            "ranks.",
+            rule="Each of the ranks that torchrun started here would start ranks of its own.",
+            fix="Leave --nproc-per-node, --nnodes and --standalone out, or start `paceline run` by itself.",
+        )
+    found = drop_rank_variables(environ)
+    size, rank = found.get("WORLD_SIZE", ""), found.get("RANK", "")
+    numbers_pods = size.isdigit() and rank.isdigit() and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & found.keys()
+    listed = ", ".join(f"{name}={value}" for name, value in found.items())
+    if numbers_pods and size != "1" and flags.nnodes is None and not flags.standalone:
+        flags.nnodes, flags.node_rank = size, int(rank)
+        flags.master_addr = found.get("MASTER_ADDR", flags.master_addr)
+        flags.master_port = flags.master_port or int(found.get("MASTER_PORT", _DEFAULT_PORT))
+        log.info("%s in the environment: this is node %s of %s, without --nnodes", listed, rank, size)
+    else:
+        log.info("%s in the environment: not used, because this command starts ranks", listed)
+    return read_environment(environ)
 
 
 def is_own_host(host: str) -> bool:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
-from paceline.launching.elastic.members import MembersRendezvous
+from paceline.launching.elastic.members import MembersRendezvous, find_free_port, shares_store
 from paceline.launching.elastic.network import WITNESSES, is_own_host
 from paceline.launching.members.endpoints import read_endpoints
 from paceline.launching.members.open_witness import name_witness, open_witness
@@ -176,11 +177,16 @@ class _OneNode(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+        with socket.create_server((_LOOPBACK, 0)) as server:  # torch's own server listens on all interfaces
+            port = int(server.getsockname()[1])
+            self._store = TCPStore(
+                _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            )
+        port = self._store.port if self.use_agent_store else find_free_port()
+        where = RendezvousStoreInfo(_LOOPBACK, port)
         return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
 
     def is_closed(self) -> bool:

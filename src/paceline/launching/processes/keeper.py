@@ -36,6 +36,7 @@ from paceline.launching.processes.folder import ALIVE, remove_folder
 from paceline.launching.processes.messages import Ended, Kill, Refused, Start, Started, Sweep, Swept
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall, run_call
+from paceline.launching.rank.own_meeting import allow_own_meeting
 from paceline.launching.rank.sockets import keep_sockets_in
 from paceline.launching.warm.warm import Warmth
 from paceline.launching.watcher import load_watch, preload_watch
@@ -154,6 +155,7 @@ class Keeper:
         os.environ.clear()
         os.environ.update(start.environ)
         keep_sockets_in(start.launch_folder)
+        allow_own_meeting()
         if start.entry is None:
             try:
                 os.execvpe(start.command[0], start.command, start.environ)

@@ -65,12 +65,14 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
     try:
         from functools import partial
 
+        from paceline.launching.rank.own_meeting import allow_own_meeting
         from paceline.launching.rank.script import Script, find_first_path, run_as_main
         from paceline.launching.rank.sockets import keep_sockets_in
         from paceline.launching.watcher import load_watch
 
         entry, rank, launch_folder, folder = watch
         keep_sockets_in(launch_folder)
+        allow_own_meeting()
         note_error = load_watch(entry, int(rank), launch_folder, folder)()
     finally:
         sys.path.pop()
