@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from paceline.launching.rank.own_meeting import follow_ports
+from paceline.torch_seams.meeting import RENDEZVOUS
 from tests.launching.launched import Launched, paceline_run, script
 
 LIMIT_S = 60
@@ -31,7 +36,7 @@ def find_port() -> str:
     ("words", "kind"),
     [
         (("--nproc-per-node", "2"), "env"),
-        ((), "torch"),
+        pytest.param((), "torch", marks=pytest.mark.slow),
         pytest.param(("--nproc-per-node", "2"), "tcp", marks=pytest.mark.slow),
         pytest.param((), "fork", marks=pytest.mark.slow),
         pytest.param(("--cold", "--nproc-per-node", "2"), "env", marks=pytest.mark.slow),
@@ -45,11 +50,18 @@ def test_a_script_meets_at_a_port_of_its_own(words: tuple[str, ...], kind: str, 
     assert (code, sums) == (0, ["sum 2 of 2", "sum 2 of 2"]), text
 
 
-@pytest.mark.slow
-def test_ranks_that_each_start_processes_at_one_port_are_explained(tmp_path: Path) -> None:
-    code, _, text = run(tmp_path, "--nproc-per-node", "2", script("own_meeting.py"), "torch", find_port())
-    assert code == 1
-    assert "Start a script that starts its own processes with --nproc-per-node 1." in text, text
+def test_a_port_that_several_ranks_serve_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(*_: object) -> None:
+        raise RuntimeError("name: EADDRINUSE, message: address already in use")
+
+    rendezvous = SimpleNamespace(_create_c10d_store=create)
+    monkeypatch.setitem(sys.modules, RENDEZVOUS, rendezvous)  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"})
+    follow_ports()
+    with pytest.raises(RuntimeError) as caught:
+        rendezvous._create_c10d_store("localhost", 12377)
+    assert "starts its own processes with --nproc-per-node 1" in caught.value.__notes__[0]
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 @pytest.mark.slow
