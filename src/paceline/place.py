@@ -25,7 +25,7 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _KUBERNETES = "KUBERNETES_SERVICE_HOST"
 _GRACE = "PACELINE_GRACE_S"
 GIVEN_PORT = "PACELINE_MASTER_PORT"
-"""The variable of the port at which the launcher serves the store; a script may set MASTER_PORT to another."""
+"""The variable of the port at which the launcher serves the store; a script may set another MASTER_PORT."""
 _GOES_ON = "PACELINE_GOES_ON"
 
 

@@ -1,4 +1,4 @@
-"""Scripts that set MASTER_PORT or start their own processes, and variables of other launchers beside flags."""
+"""Scripts that set MASTER_PORT or start processes, and variables of other launchers beside flags."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from paceline.launching.run import run_script
     from paceline.launching.elastic.network import read_place
+    from paceline.launching.run import run_script
 
     if args.threads_per_rank is not None and args.threads_per_rank < 1:
         raise PacelineError(

@@ -1,4 +1,4 @@
-"""Replaces the function by which torch connects a process to the store of its group; does not import torch."""
+"""Replaces the function by which torch connects a process to its group's store; does not import torch."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
 
 
 def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> RankPlace:
-    """Return this process's place, where flags that start ranks override torchrun's variables, as in torchrun.
+    """Return this process's place; flags that start ranks override torchrun's variables, as in torchrun.
 
     The variables are then removed. If they number the pods of a Kubeflow PyTorchJob, which have no local
     numbers, they supply the number of nodes, this node's number and the address that the flags leave out.
@@ -94,8 +94,8 @@ def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> 
     if "TORCHELASTIC_RUN_ID" in environ and read_environment(environ).local_world_size > 1:
         raise PacelineError(
             "PL348",
-            saw=f"RANK={environ['RANK']}, LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']}, and flags that start "
-            "ranks.",
+            saw=f"RANK={environ['RANK']} and LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']} beside flags that "
+            "start ranks.",
             rule="Each of the ranks that torchrun started here would start ranks of its own.",
             fix="Leave --nproc-per-node, --nnodes and --standalone out, or start `paceline run` by itself.",
         )

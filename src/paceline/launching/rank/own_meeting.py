@@ -2,8 +2,8 @@
 
 Under torchelastic, the launcher serves the store at MASTER_PORT and every rank is a client of it. A script
 that sets another port, or whose rank calls `mp.spawn`, inherits that setting, so all of its processes would
-wait as clients at a port that nobody serves. Here the setting counts at the launcher's port alone; at any other
-port rank 0 serves the store, as in plain Python. Children by fork inherit this. Children by spawn or
+wait as clients at a port that nobody serves. Here the setting counts at the launcher's port alone. At any
+other port rank 0 serves the store, as in plain Python. Children by fork inherit this. Children by spawn or
 forkserver get it with the data that multiprocessing sends them.
 """
 
@@ -50,8 +50,8 @@ def _serve_own_port(create: Any, host: str, port: int, *args: Any, **more: Any) 
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
         if "EADDRINUSE" in str(error) and ranks != "1":
             error.add_note(
-                f"Each of the {ranks} ranks that the launcher started here serves port {port}, which is free for "
-                "one. Start a script that starts its own processes with --nproc-per-node 1."
+                f"Each of the {ranks} ranks that the launcher started here serves port {port}, "
+                "which is free for one. Start a script that starts its own processes with --nproc-per-node 1."
             )
         raise
     finally:
