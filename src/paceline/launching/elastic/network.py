@@ -94,7 +94,7 @@ def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> 
     if "TORCHELASTIC_RUN_ID" in environ and read_environment(environ).local_world_size > 1:
         raise PacelineError(
             "PL348",
-            saw=f"RANK={environ['RANK']} and LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']} beside flags that "
+            saw=f"RANK={environ['RANK']} and LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']} with flags that "
             "start ranks.",
             rule="Each of the ranks that torchrun started here would start ranks of its own.",
             fix="Leave --nproc-per-node, --nnodes and --standalone out, or start `paceline run` by itself.",
