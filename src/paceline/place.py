@@ -203,7 +203,7 @@ def _expand_one(part: str, whole: str) -> list[str]:
 def _from_torchrun(env: Mapping[str, str]) -> RankPlace:
     world_size = _number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 0
     # A world of one needs no local numbers and no address.
-    needed = ("RANK", "WORLD_SIZE") if world_size == 1 else _TORCHRUN
+    needed: tuple[str, ...] = ("RANK", "WORLD_SIZE") if world_size == 1 else _TORCHRUN
     if _KUBERNETES in env and not any(name.startswith("LOCAL_") for name in env if name in _TORCHRUN):
         # Kubeflow's PyTorchJob numbers pods. Without a launcher in the pod, its one process is the rank.
         needed = tuple(name for name in needed if not name.startswith("LOCAL_"))
