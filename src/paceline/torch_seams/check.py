@@ -27,7 +27,9 @@ def has_name(path: str) -> bool:
     found: Any = importlib.import_module(first)
     for number, part in enumerate(rest, start=1):
         owner, found = found, getattr(found, part, _ABSENT)
-        if found is _ABSENT and isinstance(owner, ModuleType):
+        # torch.distributed.rendezvous is a function, and the module that it comes from.
+        is_hidden = isinstance(found, FunctionType) and number < len(rest)
+        if (found is _ABSENT or is_hidden) and isinstance(owner, ModuleType):
             try:
                 found = importlib.import_module(".".join([first, *rest[:number]]))
             except ImportError:
