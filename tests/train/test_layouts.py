@@ -130,12 +130,6 @@ def build_with(world: Any, layout: str, optimizer: str, reduction: str = "exact"
     return "built"
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp_shard=2", "dp_replicate=2"])
-def test_an_optimizer_that_mixes_elements(ranks: Pool, layout: str) -> None:
-    expected = "built" if layout == "dp_replicate=2" else "PL466"
-    assert ranks.run(build_with, args=(layout, "Adafactor")) == [expected] * 2
-
-
 @pytest.mark.parametrize(
     ("layout", "reduction", "expected"),
     [

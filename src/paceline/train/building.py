@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,16 +38,16 @@ from paceline.train.runners.sharded import ShardedRunner
 from paceline.train.runners.staged import StagedRunner
 from paceline.train.runners.whole import WholeRunner
 from paceline.train.settings import BuiltOptimizer
+from paceline.train.several import join_optimizers, list_parts
 from paceline.train.update import Update, Updated
+from paceline.train.whole_steps import build_whole_steps
 
 log = logging.getLogger(__name__)
 
 Named = list[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Model = nn.Module | Callable[[], nn.Module]
-# Optimizers whose update of an element depends on other elements of its tensor.
-_MIXING = {"Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb"}
 UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 
@@ -107,20 +107,13 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     model, laying_out = built.model, settings.laying_out
     device = settings.precision.device
     laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
-    optimizer = factory(list(model.named_parameters()))
+    optimizer = join_optimizers(name, factory(list(model.named_parameters())))
     check_optimizer(name, optimizer, model)
     if laid_out.stages is not None:
         laid_out.stages.vacate()
-    if laid_out.placement.is_divided and type(optimizer).__name__ in _MIXING:
-        raise PacelineError(
-            "PL466",
-            saw=f"optimizer={type(optimizer).__name__} with layout {laying_out.layout}.",
-            rule="It needs whole tensors (for means of rows, norms or products), and each rank has only a "
-            "part.",
-            fix="Use an elementwise optimizer (AdamW, SGD, Lion ...), or dp_replicate.",
-        )
     if laying_out.exact and (laying_out.layout.dp_shard > 1 or laying_out.layout.ep > 1):
-        _check_kernels(optimizer, laying_out.layout)
+        for part in list_parts(optimizer):
+            _check_kernels(part, laying_out.layout)
     as_built = BuiltOptimizer(optimizer, {id(p): place for place, p in enumerate(model.parameters())})
     schedule = settings.schedule(optimizer) if settings.schedule is not None else None
     check_schedule(name, schedule)
@@ -137,6 +130,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         statistics=settings.statistics,
         precision=settings.precision,
         clip_norm=settings.clip_norm,
+        whole_steps=build_whole_steps(optimizer, model, laid_out.placement, settings.mesh),
     )
     if update.not_updated:
         log.warning(

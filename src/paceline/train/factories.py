@@ -28,7 +28,7 @@ def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
         raise PacelineError(
             "PL407",
             saw=f"the optimizer function of {name} returned {_describe(optimizer)}.",
-            rule="It returns a torch.optim.Optimizer over the parameters that it is given.",
+            rule="It returns an optimizer over the parameters that it is given, or a list of several.",
             fix=_BUILD,
         )
     if _needs_closure(optimizer):

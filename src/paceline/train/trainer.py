@@ -80,8 +80,9 @@ class Trainer(TrainedModels):
     Args:
         model: an `nn.Module` (rank 0's weights are broadcast), or a factory (seeded identically on every
             rank), or a dict of these by name, for training with several models.
-        optimizer: a function from the list of all (full name, parameter) pairs to an optimizer. For named
-            models, a dict of such functions; a model without one is never updated, for example a teacher.
+        optimizer: a function from the list of all (full name, parameter) pairs to an optimizer, or to a list
+            of several that share out the parameters. For named models, a dict of such functions; a model
+            without one is never updated, for example a teacher.
         forward: from (model, batch) to the output. Default: `model(**batch)` for a dict, `model(*batch)`
             for a tuple, else `model(batch)`. One model only.
         loss: from (output, batch) to (sum of losses, weight), or to a scalar, which counts as the

@@ -44,6 +44,7 @@ from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.train.state.pieces import complete_pieces, join_pieces
+from paceline.train.whole_steps import WholeSteps
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit changes only if the total weight differs from it by more than this factor: communication hooks
@@ -103,6 +104,7 @@ class Update:
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
+        whole_steps: for optimizers that need whole tensors, if the layout divides them.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Update:
         statistics: RunningStatistics,
         precision: Precision,
         clip_norm: float,
+        whole_steps: WholeSteps | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -142,6 +145,7 @@ class Update:
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
+        self._whole_steps = whole_steps
         self._board = self._make_board()
         self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
@@ -396,7 +400,12 @@ class Update:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
             multiply_each(gradients, scale)
-        self.runner.step(self.optimizer)
+        if self._whole_steps is None:
+            self.runner.step(self.optimizer)
+            return
+        with self._whole_steps.plain(self.optimizer):
+            self.runner.step(self.optimizer)
+        self.runner.adopt_state(self.optimizer)  # to disk, what this step has made
 
     def _step_schedule(self, *, was_skipped: bool) -> None:
         """Step the schedule, also after a skipped step: the rate depends on the step's number."""

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
-from paceline.parallel.placement import Placement
+from paceline.parallel.placement import Placement, local
 from paceline.phrases import name_some
+from paceline.train.several import PART
 from paceline.train.state.pieces import OwnPart
 
 # Options that choose kernels and do not change the formula. They keep their values as built, so that a run
@@ -82,7 +83,7 @@ def load_optimizer_state_by_name(
         optimizer: of the same kind as the saved one.
         named_parameters: `model.named_parameters()`.
         tree: the result of `optimizer_state_by_name`.
-        placement: of the model; the tree then has this rank's parts of divided tensors.
+        placement: of the model; the tree then has an `OwnPart` for this rank's part of a divided tensor.
 
     Raises:
         PacelineError: PL511 if the state is of another kind of optimizer or another model, with names.
@@ -170,6 +171,8 @@ def _options_of(
     for parameter in group["params"]:
         name = names[parameter]
         options = tree["groups"][saved[name]["group"]]
+        if options.get(PART) != group.get(PART):
+            raise _of_another(f"{name} was trained by {options.get(PART)}, and is by {group.get(PART)} here.")
         if found is None:
             found, first = options, name
         elif not _same(found, options):
@@ -202,13 +205,12 @@ def _place(value: Any, parameter: torch.Tensor) -> Any:
 
 def _place_part(value: Any, parameter: torch.Tensor) -> Any:
     """Copy an entry of the state, laid out like the parameter if it belongs to a part of a sharded one."""
+    if not isinstance(value, OwnPart):
+        return _place(value, local(parameter))
     if not isinstance(parameter, DTensor):
-        return _place(value, parameter)
-    part = parameter.to_local()
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != part.shape:
-        return _place(value, part)
+        return _place(value.tensor, parameter)
     return DTensor.from_local(
-        value.to(part.device, copy=True),
+        value.tensor.to(parameter.to_local().device, copy=True),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -20,6 +20,7 @@ from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
+from paceline.train.state.pieces import OwnPart
 from paceline.world import World
 
 T = TypeVar("T")
@@ -125,9 +126,11 @@ def load_on_main(
         names = tuple(getattr(key, "key", None) for key in path)
         if stored is not None and find_part is not None and hole.where is not None:
             part = find_part(names, tuple(hole.shape))
-            return own.read(StoredTensor(stored, *hole.where, tuple(hole.shape), hole.dtype), part)
+            read = own.read(StoredTensor(stored, *hole.where, tuple(hole.shape), hole.dtype), part)
+            return _mark(names, read) if part is not None else read
         tensor = mail.take()
-        return tensor if cut is None else cut(names, tensor)
+        kept = tensor if cut is None else cut(names, tensor)
+        return kept if kept is tensor else _mark(names, kept)
 
     found = tree_map_with_path(receive, skeleton)
     for error in gather(world, own.error):
@@ -135,6 +138,11 @@ def load_on_main(
             error.on_every_rank = True
             raise error
     return found
+
+
+def _mark(names: tuple[Any, ...], part: Tensor) -> Any:
+    """Mark a part of an optimizer's state: some state is whole on all ranks, and of the same shape."""
+    return OwnPart(names[3], part) if names[0] == "optimizer" else part
 
 
 def _find_shared_folder(tree: Any) -> tuple[Path, str] | None:
