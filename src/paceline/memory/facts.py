@@ -16,7 +16,17 @@ from paceline.memory.limits import list_children, read_process
 from paceline.memory.modules import Models, find_repeated
 
 # Optimizers by the tensors that they keep per parameter.
-_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Lion": 1, "Adagrad": 1, "RMSprop": 1}
+_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Lion": 1,
+    "Muon": 1,
+    "Adagrad": 1,
+    "RMSprop": 1,
+}
 _BACKWARD_FILE = "torch/autograd/graph.py"
 _BACKWARD_CALL = "_engine_run_backward"
 _OPTIMIZER_FILES = "torch/optim/"

@@ -22,7 +22,7 @@ from paceline.recipe import Layout, Recipe
 
 Instant = Literal["at_rest", "between", "after_forward", "after_backward", "after_step"]
 # The numbers that an optimizer keeps for every number of a parameter, in the same type.
-NUM_MOMENTS = {"adamw": 2, "sgd with momentum": 1, "sgd": 0}
+NUM_MOMENTS = {"adamw": 2, "muon": 2, "sgd with momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Sizes:
         parameter: bytes of a stored number; gradients and moments have the same size.
         gathered: bytes of a gathered number.
         num_moments: numbers of optimizer state per parameter number.
+        num_in_blocks: those of matrices in blocks, if they differ.
         num_microbatches: those that the rank computes per step.
         keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is
             3.
@@ -73,6 +74,7 @@ class Sizes:
     parameter: int = 4
     gathered: int = 4
     num_moments: int = 2
+    num_in_blocks: int | None = None
     num_microbatches: int = 1
     keeps_gathered: bool | None = None
     exact: bool = False
@@ -104,6 +106,10 @@ def plan_memory(
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in cut if p.block == "")
     shards = (padded // num_shards + experts) * sizes.parameter
     optimizer = (own + experts) * sizes.parameter * sizes.num_moments
+    if sizes.num_in_blocks is not None:
+        matrices = sum(count_own(p.divide(layout.tp), num_shards) for p in cut if p.is_matrix_in_block)
+        fewer = sizes.num_moments - sizes.num_in_blocks
+        optimizer -= (matrices + experts) * sizes.parameter * fewer
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     accumulates = sizes.num_microbatches > 1
     held = _count_held(layout, sizes) * (padded // num_shards) * sizes.parameter
@@ -165,12 +171,14 @@ def plan_recipe_memory(
     train, shard = recipe.train, recipe.shard
     width = 8 if train.dtype == "fp64" else 4
     num_microbatches = -(-train.global_batch_size // train.microbatch_size)
-    momentum = getattr(recipe.optimizer, "momentum", 0.0)
-    kind = "sgd with momentum" if recipe.optimizer.kind == "sgd" and momentum else recipe.optimizer.kind
+    kind: str = recipe.optimizer.kind
+    if recipe.optimizer.kind == "sgd" and recipe.optimizer.momentum:
+        kind = "sgd with momentum"
     sizes = Sizes(
         parameter=width,
         gathered=width if shard.param_dtype == "none" else 2,
         num_moments=NUM_MOMENTS[kind],
+        num_in_blocks=1 if kind == "muon" else None,
         num_microbatches=-(-num_microbatches // layout.dp),
         keeps_gathered=None if shard.reshard_after_forward == "auto" else not shard.reshard_after_forward,
         exact=train.reduction == "exact",

@@ -43,6 +43,11 @@ class Parameter:
     tp_dim: int | None = None
     is_expert: bool = False
 
+    @property
+    def is_matrix_in_block(self) -> bool:
+        """Whether Muon updates it in recipes."""
+        return self.block != "" and len(self.shape) > 1
+
     def divide(self, tp: int, ep: int = 1) -> tuple[int, ...]:
         """Return the shape of a rank's part; a dimension that tp does not divide stays whole."""
         if self.is_expert:

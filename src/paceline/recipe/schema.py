@@ -438,7 +438,36 @@ class Sgd(ScheduleFields):
         return self
 
 
-OptimizerSection = Annotated[AdamW | Sgd, Field(discriminator="kind")]
+class Muon(ScheduleFields):
+    """Muon (Jordan et al. 2024) for matrices of blocks; AdamW for embeddings, heads, norms and biases.
+
+    Each matrix is updated whole, whatever the layout. Weight decay applies to matrices only."""
+
+    kind: Literal["muon"]
+    """`"muon"`."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate, of the matrices and of AdamW."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix. `"match_rms_adamw"`: updates are as large as AdamW's, so that
+    one rate suits both (Liu et al. 2025, section 2.2). `"original"`: the square root of rows / columns, at
+    least 1."""
+    adamw_lr: PositiveFloat | None = None
+    """Peak learning rate of AdamW, if it differs."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Momentum of the matrices."""
+    nesterov: bool = True
+    """Nesterov's momentum."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz steps that make an update orthogonal."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """Decay rates of AdamW's two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of AdamW's second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+
+
+OptimizerSection = Annotated[AdamW | Sgd | Muon, Field(discriminator="kind")]
 
 
 class CheckpointSection(Section):
@@ -519,6 +548,13 @@ class Recipe(Section):
                 f"train.steps={self.train.steps}.",
                 "The warm-up is the first part of the run.",
                 f"Set warmup_steps to {self.train.steps} or less.",
+            )
+        if self.optimizer.kind == "muon" and self.model.kind == "resnet":
+            raise broken_rule(
+                "PL116",
+                "optimizer.kind='muon' with model.kind='resnet'.",
+                "Muon updates the matrices of a model's blocks, and the blocks of a resnet have none.",
+                "Set optimizer.kind to 'sgd' or 'adamw'.",
             )
         self._check_capacity()
         if self.train.steps is not None and self.compress.after_steps >= self.train.steps:

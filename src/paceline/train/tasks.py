@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from paceline.models.moe import MoeOutput
-from paceline.recipe.schema import AdamW, Recipe, Sgd
+from paceline.recipe.schema import AdamW, Muon, Recipe, Sgd
 from paceline.train.evaluation import Metric
 from paceline.train.kernels import rounds_by_place
+from paceline.train.muon import StackedMuon
 from paceline.train.schedule import build_schedule, scale_lr
+from paceline.train.several import join_optimizers
 
 # Target that does not count; the default of torch's cross_entropy.
 IGNORED = -100
@@ -84,9 +86,26 @@ def class_accuracy(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Build the recipe's optimizer; weight decay applies to parameters of at least two dimensions."""
-    section = recipe.optimizer
+    section, made = recipe.optimizer, list[torch.optim.Optimizer]()
     lr = scale_lr(section, section.lr, recipe.train.global_batch_size)
     trained = [p for _, p in named if p.requires_grad]
+    if isinstance(section, Muon):
+        # Inside of blocks; embeddings and heads are outside.
+        hidden = [p for name, p in named if p.requires_grad and p.dim() >= 2 and "layers." in name]
+        made.append(
+            StackedMuon(
+                hidden,
+                lr=lr,
+                weight_decay=section.weight_decay,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                ns_steps=section.ns_steps,
+                adjust_lr_fn=section.adjust_lr,
+            )
+        )
+        ids = {id(p) for p in hidden}
+        trained = [p for p in trained if id(p) not in ids]
+        lr = scale_lr(section, section.adamw_lr or section.lr, recipe.train.global_batch_size)
     is_exact = recipe.train.reduction == "exact"
     groups = [
         {"params": chosen, "weight_decay": section.weight_decay if decays else 0.0} | kernels
@@ -95,14 +114,16 @@ def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> to
             [p for p in trained if (p.dim() >= 2) is decays], section, is_exact
         )
     ]
-    if isinstance(section, AdamW):
-        beta1, beta2 = section.betas
-        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps)
-    return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov)
+    if isinstance(section, Sgd):
+        return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov)
+    beta1, beta2 = section.betas
+    made.append(torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps))
+    joined: torch.optim.Optimizer = join_optimizers("model", made)
+    return joined
 
 
 def _choose_kernels(
-    parameters: list[nn.Parameter], section: AdamW | Sgd, is_exact: bool
+    parameters: list[nn.Parameter], section: AdamW | Sgd | Muon, is_exact: bool
 ) -> list[tuple[list[nn.Parameter], dict[str, bool]]]:
     """Choose the fastest kernels; in exact mode, those that round an element alike wherever a tensor is cut.
 
