@@ -180,9 +180,9 @@ REFUSED = {
     "a masked array": ({"a": np.ma.zeros(2)}, "state.a is a numpy.ma"),
     "a sparse tensor": ({"a": torch.eye(2).to_sparse()}, "state.a is a tensor of layout torch.sparse_coo"),
     "a meta tensor": ({"a": torch.empty(2, device="meta")}, "state.a is a tensor on the meta device"),
-    "a complex tensor": (
-        {"a": torch.zeros(2, dtype=torch.complex128)},
-        "state.a is a tensor of torch.complex128",
+    "a tensor of an odd type": (
+        {"a": torch.zeros(2, dtype=torch.float8_e4m3fnuz)},
+        "state.a is a tensor of torch.float8_e4m3fnuz",
     ),
     "an odd key": ({"a": {torch.float32: 1}}, "state.a.torch.float32 has a dtype as key"),
     "a tensor as key": ({"a": {(torch.ones(1),): 1}}, "has a tensor as key"),

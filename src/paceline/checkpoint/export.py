@@ -24,7 +24,7 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
     Args:
         checkpoint: one checkpoint's folder, already found valid.
         out: the file to write.
-        dtype: convert floating-point tensors to it; the others stay as they are.
+        dtype: convert floating-point tensors to it, complex ones from fp32 on; others stay as they are.
 
     Returns:
         The file's size in bytes.
@@ -64,6 +64,8 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
 
 
 def _choose(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is not None and dtype.is_complex and wanted.itemsize >= torch.float32.itemsize:
+        return wanted.to_complex()
     return dtype if wanted is None or not dtype.is_floating_point else wanted
 
 

@@ -27,9 +27,13 @@ from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 
-# The names of the format; complex128 and the quantized types have none.
+# The names of the format; the quantized types have none. Neither has complex128, whose name is ours: the file
+# has such tensors as F64 with a last dimension of 2, and their names in the header's `__metadata__.complex`.
+_PAIRS, _PAIR = "C128", "F64"
 DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
+    torch.complex128: _PAIRS,
+    torch.complex64: "C64",
+    torch.float64: _PAIR,
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -93,7 +97,7 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's values in row-major order, copied from its device if that is not the CPU."""
-    flat = tensor.detach().cpu().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
 
@@ -115,7 +119,8 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         first: dict[tuple[Any, ...], str] = {}
         for name in names:
             tensor = tensors[name]
-            key = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
+            signs = tensor.is_conj(), tensor.is_neg()
+            key = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), signs)
             kept = first.setdefault(key, name)
             if kept != name:
                 aliases[name] = kept
@@ -221,14 +226,18 @@ def _dump_header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -
     """Return the bytes before the first tensor, and the names in the order of their values."""
     # Widest types first keeps every tensor aligned to its type, as the library orders them too.
     stored = sorted(infos, key=lambda name: (-infos[name].dtype_bytes, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    pairs = [name for name in stored if infos[name].dtype == _PAIRS]
+    named = {"complex": json.dumps(pairs)} if pairs else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **named, **metadata}}
     end = 0
     for name in stored:
         info = infos[name]
         start, end = end, end + info.num_elements * info.dtype_bytes
-        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [start, end]}
+        dtype, shape = (_PAIR, [*info.shape, 2]) if info.dtype == _PAIRS else (info.dtype, list(info.shape))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    # Pairs are read in place as complex numbers, which processors load from multiples of 16 bytes alone.
+    text += b" " * (-(8 + len(text)) % (16 if pairs else 8))
     return len(text).to_bytes(8, "little") + text, stored
 
 
@@ -269,16 +278,52 @@ class TensorInfo:
         return torch_dtype(self.dtype).itemsize
 
 
+class _File:
+    """An open safetensors file; complex128 tensors are read from their pairs of numbers."""
+
+    def __init__(self, path: Path) -> None:
+        opened: Any = safetensors.safe_open(path, framework="pt")
+        self._file = opened
+        self.metadata: dict[str, str] = opened.metadata() or {}
+        self.keys: list[str] = list(opened.keys())
+        self._pairs = frozenset(json.loads(self.metadata.get("complex", "[]")))
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._file.get_tensor(name)
+        return torch.view_as_complex(found) if name in self._pairs else found
+
+    def get_slice(self, name: str) -> Any:
+        found = self._file.get_slice(name)
+        return _Pairs(found) if name in self._pairs else found
+
+
+class _Pairs:
+    """A slice of a file's pairs of numbers, as one of complex numbers."""
+
+    def __init__(self, pairs: Any) -> None:
+        self._pairs = pairs
+
+    def get_dtype(self) -> str:
+        return _PAIRS
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._pairs.get_shape()
+        return shape[:-1]
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return torch.view_as_complex(self._pairs[place].contiguous())
+
+
 class OpenFiles:
     """Safetensors files held open, so that each header is parsed once however many tensors are read."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, _File] = {}
 
-    def open(self, path: Path) -> Any:
+    def open(self, path: Path) -> _File:
         """Return an open file."""
         if path not in self._files:
-            self._files[path] = safetensors.safe_open(path, framework="pt")
+            self._files[path] = _File(path)
         return self._files[path]
 
 
@@ -298,8 +343,7 @@ def read_tensor(
     """
     with _opened(path, files) as file:
         if part is None or part.is_whole:
-            whole: torch.Tensor = file.get_tensor(name).clone()
-            return whole
+            return file.get_tensor(name).clone()
         stored = file.get_slice(name)
         found = torch.empty(part.shape, dtype=torch_dtype(stored.get_dtype()))
         copy_blocks(Part.all_of(stored.get_shape()), stored, part, found)
@@ -343,7 +387,7 @@ def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) ->
 
 
 @contextlib.contextmanager
-def _opened(path: Path, files: OpenFiles | None = None) -> Iterator[Any]:
+def _opened(path: Path, files: OpenFiles | None = None) -> Iterator[_File]:
     try:
         yield (files or OpenFiles()).open(path)
     except (OSError, ValueError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
@@ -363,8 +407,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors in a header, and the header's metadata."""
     infos: dict[str, TensorInfo] = {}
     with _opened(path) as file:
-        metadata: dict[str, str] = file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118
+        metadata = file.metadata
+        for name in file.keys:
             part = file.get_slice(name)
             infos[name] = TensorInfo(str(part.get_dtype()), tuple(part.get_shape()))
         aliases = _read_aliases(metadata, infos)

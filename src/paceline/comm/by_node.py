@@ -39,7 +39,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_overwriting, cut_evenly
+from paceline.comm.exchange import (
+    Exchange,
+    MessageExchange,
+    add_keeping,
+    add_overwriting,
+    as_real,
+    cut_evenly,
+)
 from paceline.comm.node_plan import NodePlan, split_by_node
 from paceline.comm.segment import find_machines, share_memory
 from paceline.comm.tree import ReductionPlan
@@ -111,6 +118,7 @@ class NodeExchange:
         self._otherwise: Exchange | None = None
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+        subtrees, total = as_real(subtrees, total)
         blocks = _cut_into_blocks(total)
         self._reserve(max(_num_bytes(total[block]) for block in blocks), plan)
         if self._otherwise is not None:

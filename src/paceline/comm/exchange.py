@@ -31,6 +31,20 @@ from paceline.comm.tree import ReductionPlan
 WHOLE_BYTES = 8 << 10
 
 
+def nothing_like(tensor: Tensor) -> Tensor:
+    """Return zeros that change no bit of a sum: x + -0.0 is x, also for -0.0."""
+    return torch.full_like(tensor, complex(-0.0, -0.0) if tensor.is_complex() else -0.0)
+
+
+def as_real(subtrees: list[list[Tensor]], total: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+    """Return the arguments of `Exchange.sum_subtrees` with complex vectors as twice as many real numbers."""
+
+    def view(vector: Tensor) -> Tensor:
+        return torch.view_as_real(vector.resolve_conj()).view(-1) if vector.is_complex() else vector
+
+    return [[view(vector) for vector in subtree] for subtree in subtrees], view(total)
+
+
 class Exchange(Protocol):
     """A way to sum over ranks.
 
@@ -73,6 +87,7 @@ class MessageExchange:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+        subtrees, total = as_real(subtrees, total)
         is_small = total.numel() * total.element_size() <= WHOLE_BYTES
         chunks = cut_evenly(total.numel(), self._num_ranks)
         if is_small:

@@ -34,7 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.by_node import choose_between_nodes
-from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_overwriting, cut_evenly
+from paceline.comm.exchange import (
+    Exchange,
+    MessageExchange,
+    add_keeping,
+    add_overwriting,
+    as_real,
+    cut_evenly,
+)
 from paceline.comm.meeting import MeetingPlace
 from paceline.comm.segment import share_memory
 from paceline.comm.tree import ReductionPlan
@@ -81,6 +88,7 @@ class SharedMemoryExchange:
         self._otherwise: Exchange | None = None
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+        subtrees, total = as_real(subtrees, total)
         length, size = total.numel(), total.element_size()
         place_bytes = -(-length * size // _ALIGN_BYTES) * _ALIGN_BYTES
         is_small = plan.num_subtrees * place_bytes <= _SMALL_BYTES

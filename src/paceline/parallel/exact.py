@@ -27,14 +27,14 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.exchange import Exchange
+from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
@@ -113,6 +113,7 @@ class ExactReduction:
 
     def _take_gradients(self) -> Gradients:
         """Move the gradients from the parameters."""
+        settle_conjugates(self._parameters)
         gradients: Gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -286,18 +287,28 @@ def _complete_subtrees(
 def view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients that a bucket holds, with the strides that DDP gave them: their parameters'.
 
-    `GradBucket.gradients()` ignores strides, so a channels-last weight would be read in another order.
+    `GradBucket.gradients()` ignores strides, so a channels-last weight would be read in another order. DDP's
+    buckets have the two real numbers of each complex one.
     """
     views, start = [], 0
     for parameter in parameters:
-        part = buffer[start : start + parameter.numel()]
-        start += parameter.numel()
+        is_paired = parameter.is_complex() and not buffer.is_complex()
+        part = buffer[start : start + parameter.numel() * (2 if is_paired else 1)]
+        start += part.numel()
+        part = torch.view_as_complex(part.view(-1, 2)) if is_paired else part
         if parameter.is_contiguous() or torch.empty_like(parameter).stride() != parameter.stride():
             views.append(part.view(parameter.shape))
         else:
             views.append(part.as_strided(parameter.size(), parameter.stride()))
     assert start == buffer.numel()
     return views
+
+
+def settle_conjugates(parameters: Iterable[Tensor]) -> None:
+    """Write out gradients that autograd leaves as views to be conjugated, which foreach kernels refuse."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -318,11 +329,6 @@ def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
         return gradient.reshape(-1)
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     return gradient.permute(order).reshape(-1)
-
-
-def nothing_like(tensor: Tensor) -> Tensor:
-    """Return zeros that change no bit of a sum: x + -0.0 is x, also for -0.0."""
-    return torch.full_like(tensor, -0.0)
 
 
 def _sparse_error(saw: str) -> PacelineError:

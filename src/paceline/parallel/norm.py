@@ -48,7 +48,7 @@ def measure_norm(
         mesh: the ranks, or `None` for one.
         exact: whether the bits must not depend on dp_shard.
     """
-    device, dtype = _find_device(parameters), parameters[0].dtype
+    device, dtype = _find_device(parameters), parameters[0].dtype.to_real()
     if exact:
         squares = _add_rows(gradients, parameters, placement, mesh, device)
     elif mesh is None or not placement.is_divided:
@@ -218,10 +218,10 @@ def _fill_in_stages(rows: list[Tensor], mesh: Mesh) -> list[Tensor]:
 def _measure_rows(gradient: Tensor | None, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the norm of each row that this rank has."""
     if gradient is None:
-        return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype, device=device)
+        return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype.to_real(), device=device)
     rows = local(gradient)
     if rows.dim() < 2:
-        return rows.reshape(-1)
+        return rows.abs().reshape(-1) if rows.is_complex() else rows.reshape(-1)
     norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1)
     return norms
 

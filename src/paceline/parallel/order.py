@@ -217,7 +217,18 @@ def parallelize(
 
 def align_with_main(model: nn.Module) -> None:
     """Set every rank's parameters and buffers to rank 0's; collective over the world."""
-    broadcast_tensors([*model.parameters(), *model.buffers()])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, each in named:
+        if each.layout != torch.strided or each.is_quantized or each.is_nested:
+            kind = f"{each.dtype}, layout {each.layout}".replace("torch.", "")
+            raise PacelineError(
+                "PL727",
+                saw=f"{name} is no dense, plain tensor ({kind}).",
+                rule="On several ranks, parameters and buffers are sent as their bytes, one after another.",
+                fix="Register the dense tensors that it is made of (such as indices and values), and make it "
+                "from them in the forward.",
+            )
+    broadcast_tensors([each for _, each in named])
 
 
 def _check_trains(model: nn.Module) -> None:

@@ -181,8 +181,10 @@ class Replica:
         self._last_launch_s = 0.0
         self._is_showing = False
         if not is_aligned:
-            # DDP does this for parameters; for buffers only if it also copies them in every forward.
-            broadcast_tensors(model.buffers(), self.group)
+            # Not DDP, which sends numbers and not bytes: gloo knows fewer types than tensors have.
+            others = {id(parameter) for parameter in apart}
+            shared = [parameter for parameter in model.parameters() if id(parameter) not in others]
+            broadcast_tensors([*shared, *model.buffers()], self.group)
         self._ddp = DistributedDataParallel(
             self._loss_module,
             process_group=self.group,
@@ -191,7 +193,7 @@ class Replica:
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
-            init_sync=not is_aligned,
+            init_sync=False,
         )
         # A lambda, because DDP compares annotations with types, and here they are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))

@@ -31,6 +31,7 @@ __all__ = [
     "BatchNormBase",
     "DropoutBase",
     "NormBase",
+    "convert_tensors",
     "copy_frame",
     "copy_tree",
     "find_call",
@@ -52,6 +53,11 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict in which a module itself keeps its buffers, those that are None included."""
     return module._buffers
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a module and those in it, in place; tied ones stay tied."""
+    module._apply(convert)  # type: ignore[no-untyped-call]
 
 
 def copy_frame(module: nn.Module) -> nn.Module:

@@ -224,6 +224,11 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "named_parameters leaves out None, and setattr calls a module's own __setattr__",
         ),
         TorchName("torch.nn.Module._buffers", "as _parameters"),
+        TorchName(
+            "torch.nn.Module._apply",
+            "converts a model to fp64, complex tensors to complex128",
+            "Module.to and Module.double, which make complex tensors real or leave them as they are",
+        ),
         TorchName("torch.nn.Module._modules", "distinguishes what a module keeps from a user's attributes"),
         TorchName(
             "torch.nn.Module._forward_pre_hooks",

@@ -125,7 +125,9 @@ class GlobalLoss:
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Return the loss, its weight, and the sum's gradient with respect to each leaf of the output."""
         leaves = [
-            leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            leaf.detach().requires_grad_()
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+            else leaf
             for leaf in whole.leaves
         ]
         learned = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.torch_seams.modules import convert_tensors
 from paceline.torch_seams.scaling import has_scaled, set_found_inf
 from paceline.torch_seams.trees import tree_map_only
 
@@ -39,23 +40,31 @@ class Precision:
         self._autocast = DTYPES[name] if name in ("bf16", "fp16") else None
 
     def place_model(self, model: nn.Module) -> None:
-        """Move a model to the device and its floating-point tensors to the storage type, in place."""
+        """Move a model to the device and its tensors to the storage type, as `cast_model`, in place."""
         model.to(device=self.device)
         self.cast_model(model)
 
     def cast_model(self, model: nn.Module) -> None:
-        """Convert a model's floating-point tensors to the storage type, in place."""
-        if any(t.is_floating_point() and t.dtype != self._storage for t in model.parameters()):
-            model.to(dtype=self._storage)
-        elif self.name == "fp64":
-            model.to(dtype=self._storage)  # buffers too
+        """Convert a model's floating-point and complex tensors to the storage type, in place."""
+        # In fp64 always: buffers may have another type where parameters have this one.
+        if self.name == "fp64" or any(self._cast(p).dtype != p.dtype for p in model.parameters()):
+            convert_tensors(model, self._cast)
+        if any(each.is_conj() or each.is_neg() for each in [*model.parameters(), *model.buffers()]):
+            # Ranks and files exchange bytes, which such a view does not have.
+            convert_tensors(model, lambda each: each.resolve_conj().resolve_neg())
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the storage type, or the complex type of its width; others as they are."""
+        if tensor.is_complex():
+            return tensor.to(dtype=self._storage.to_complex())
+        return tensor.to(dtype=self._storage) if tensor.is_floating_point() else tensor
 
     def place_batch(self, batch: Any) -> Any:
-        """Move a batch to the device; in fp64 also convert its floating-point tensors."""
+        """Move a batch to the device; in fp64 also convert its floating-point and complex tensors."""
 
         def place(tensor: Tensor) -> Tensor:
-            wanted = torch.float64 if self.name == "fp64" and tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device=self.device, dtype=wanted, non_blocking=True)
+            placed = tensor.to(device=self.device, non_blocking=True)
+            return self._cast(placed) if self.name == "fp64" else placed
 
         return tree_map_only(Tensor, place, batch)
 

@@ -29,6 +29,7 @@ from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
+from paceline.parallel.exact import settle_conjugates
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import count_parts, join_parts, measure_norm, measure_parts
 from paceline.parallel.objective import Loss
@@ -307,6 +308,7 @@ class Update:
         """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them."""
         assert self._unit is not None
         started_s = time.perf_counter()
+        settle_conjugates(p for _, p in self._named)
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
         gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
         norm_tensor = None if self._num_parts else self._measure_norm()

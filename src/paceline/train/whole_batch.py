@@ -180,7 +180,7 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     start = 0
     for tensor in own:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         sent[start : start + len(data)] = data
         start += len(data)
     received = [torch.empty_like(sent) for _ in described]

@@ -5,7 +5,8 @@ It is the only file of `verify` that reads a trainer's internals, so a change of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.autograd import is_view
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.train.trainer import Trainer
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *_INTEGERS)
 
 
 def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
@@ -140,8 +144,39 @@ def has_part_of_gradient(tensor: Tensor) -> bool:
 
 
 def take_local(tensor: Tensor) -> Tensor:
-    """Return a plain, detached tensor on the CPU; of a DTensor, this rank's part. Copies only if needed."""
-    return local(tensor.detach()).cpu()
+    """Return the numbers of a tensor on the CPU; of a DTensor, this rank's part. Copies only if needed."""
+    return as_numbers(local(tensor.detach())).cpu()
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor of any kind as a dense one of real numbers, which arithmetic and safetensors support.
+
+    A complex one gets a last dimension of 2.
+    """
+    if tensor.is_nested:
+        tensor = torch.cat([each.reshape(-1) for each in tensor.unbind()])
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    elif tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = tensor.to(torch.int64)
+    elif tensor.dtype not in _PLAIN:  # the types of 8 bits and less
+        tensor = tensor.to(torch.float32)
+    return tensor.resolve_neg()
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of tensors with their types and shapes, as text."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{list(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(take_local(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def wrap_functions(
@@ -180,7 +215,8 @@ def move_last_bits(model: nn.Module, step: float, seed: int) -> None:
     seen: set[int] = set()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and id(parameter) not in seen:
+            is_moved = parameter.is_floating_point() or parameter.is_complex()
+            if is_moved and id(parameter) not in seen:
                 seen.add(id(parameter))
                 signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
                 parameter.mul_(1 + step * signs.to(device=parameter.device, dtype=parameter.dtype))

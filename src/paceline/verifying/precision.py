@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.torch_seams.dispatch import TorchDispatchMode
 from paceline.torch_seams.trees import tree_leaves
 from paceline.train.trainer import Trainer
-from paceline.verifying.observe import wrap_functions
+from paceline.verifying.observe import as_numbers, wrap_functions
 
 # The owner of a narrow result of the loss function; no module has such a name.
 LOSS = "the loss"
@@ -29,8 +29,12 @@ KINDS_OF_TYPES = tuple(_NAMES.values())
 
 
 def is_narrower(tensor: Tensor, eps: float) -> bool:
-    """Return whether a tensor's type is floating and coarser than a last bit of `eps`."""
-    return tensor.is_floating_point() and tensor.dtype in _NAMES and torch.finfo(tensor.dtype).eps > eps
+    """Return whether a tensor's type is floating or complex and coarser than a last bit of `eps`."""
+    return _real_type(tensor) in _NAMES and torch.finfo(tensor.dtype).eps > eps
+
+
+def _real_type(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 class Modules:
@@ -123,7 +127,8 @@ class Rounding(TorchFunctionMode):
         signs = torch.randint(0, 2, result.shape, generator=self._generator).mul_(2).sub_(1)
         step = torch.finfo(result.dtype).eps / 2
         # In fp64, so that a number keeps its last bit or moves by it, and is not rounded on the way.
-        moved = result.double() * (1 + step * signs.to(result.device))
+        wide = result.to(torch.complex128 if result.is_complex() else torch.float64)
+        moved = wide * (1 + step * signs.to(result.device))
         return moved.to(result.dtype)
 
 
@@ -169,7 +174,7 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_draw(self, func: Any, result: Any) -> None:
         drawn = next((leaf for leaf in reversed(tree_leaves(result)) if isinstance(leaf, Tensor)), None)
         if drawn is not None and drawn.numel():
-            plain = drawn.detach().to(torch.float64).flatten()
+            plain = as_numbers(drawn.detach()).to(torch.float64).flatten()
             places = torch.arange(1, len(plain) + 1, dtype=torch.float64, device=plain.device)
             digest = f"{func} {list(drawn.shape)} {float((plain * places).sum())!r}"
             self.draws.setdefault(f"{self.microbatch}/{self._modules.current}", []).append(digest)
@@ -177,6 +182,6 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def keep_narrowest(table: dict[str, str], name: str, tensor: Tensor) -> None:
     """Record a tensor's type if it is narrower than the type that the table has."""
-    found = _NAMES[tensor.dtype]
+    found = _NAMES[_real_type(tensor)]
     if name not in table or KINDS_OF_TYPES.index(table[name]) < KINDS_OF_TYPES.index(found):
         table[name] = found

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange
+from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.tree import TreeSum, plan_reduction
 from paceline.mesh import Axis
-from paceline.parallel.exact import Gradients, add_gradients, nothing_like
+from paceline.parallel.exact import Gradients, add_gradients
 
 
 class ExpertSum(ABC):

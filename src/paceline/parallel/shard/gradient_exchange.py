@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange
+from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 
@@ -207,7 +207,7 @@ class SumChunks(GradientChunks):
             dist.all_reduce(chunk, group=self._replicas)
             return
         self._partial = chunk.clone()
-        chunk.fill_(-0.0)
+        chunk.copy_(nothing_like(chunk))
 
 
 class ExactChunks(GradientChunks):
@@ -247,7 +247,7 @@ class ExactChunks(GradientChunks):
             self._sum.push((rounds.index, rounds.index + 1), input_tensor)
         self._is_summed = rounds.is_last
         if not rounds.is_last:
-            output_tensor.fill_(-0.0)
+            output_tensor.copy_(nothing_like(output_tensor))
             return
         subtrees = [value for _, value in self._sum.subtrees]
         self._sum = TreeSum(0, _add)

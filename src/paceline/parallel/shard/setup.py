@@ -179,8 +179,9 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]], apa
                 "PL442",
                 saw=f"trained parameters of {where} have several types: {shown}.",
                 rule="Gradients of a block are summed over ranks as one vector, of one type.",
-                fix="Convert the model to one type (trained parameters; frozen ones may have their own), or "
-                "use dp_shard=1.",
+                fix="Convert the model to one type (trained parameters; frozen ones may have their own): "
+                "keep complex weights as real pairs, and call torch.view_as_complex in the forward. Or use "
+                "dp_shard=1.",
             )
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.comm.exchange import nothing_like
 from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
 from paceline.parallel.shard.marks import Marks
@@ -172,7 +173,7 @@ class Skipped:
             self._summed.add(number)
             for record, whole in trained:
                 if whole is not None and whole.grad is None and record.unsharded_accumulated_grad is None:
-                    whole.grad = torch.full_like(whole, -0.0)
+                    whole.grad = nothing_like(whole)
 
         return complete
 

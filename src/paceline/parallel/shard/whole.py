@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.exchange import Exchange
+from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.tree import TreeSum
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.shard.gradient_exchange import StepProgress
@@ -163,7 +163,7 @@ def _split_group(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _flatten(parameters: list[nn.Parameter]) -> Tensor:
     """Return their gradients as one vector; a missing one adds nothing, not even the sign of a zero."""
-    missing = torch.full((), -0.0, dtype=parameters[0].dtype, device=parameters[0].device)
+    missing = nothing_like(parameters[0])
     return torch.stack([missing if p.grad is None else p.grad for p in parameters])
 
 

@@ -120,7 +120,7 @@ def _time_segment(
 
 def _make_received(each: LearnedTensor, device: torch.device) -> Tensor:
     made = torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device)
-    return _draw(made, 1.0) if made.is_floating_point() else made.zero_()
+    return _draw(made, 1.0) if made.is_floating_point() or made.is_complex() else made.zero_()
 
 
 def _draw(tensor: Tensor, std: float) -> Tensor:

@@ -238,7 +238,7 @@ class _Recorder(Walker):
                     tuple(tensor.shape),
                     tuple(tensor.stride()),
                     tensor.dtype,
-                    tensor.requires_grad and tensor.is_floating_point(),
+                    tensor.requires_grad,
                     segment,
                     frozenset(used for used, _ in users),
                 )

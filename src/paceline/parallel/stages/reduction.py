@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange
+from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from paceline.mesh import Axis, Mesh
-from paceline.parallel.exact import Gradients, add_gradients, nothing_like
+from paceline.parallel.exact import Gradients, add_gradients, settle_conjugates
 from paceline.parallel.shard.gradient_exchange import sum_rows
 from paceline.parallel.stages.shards import StageShards
 
@@ -63,6 +63,7 @@ class StageSum(ABC):
 
     def take(self) -> Gradients:
         """Return the gradients that the parameters have, and take them off."""
+        settle_conjugates(self._parameters)
         gradients: Gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

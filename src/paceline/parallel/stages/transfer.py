@@ -99,7 +99,8 @@ class StageTransfer:
             if not tensor.numel():
                 continue
             order = _find_order(tensor.stride() if form.stride is None else form.stride)
-            sent = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
+            numbers = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
+            sent = numbers.reshape(-1).view(torch.uint8)
             if form.stride is None:
                 sent = torch.cat([sent, torch.tensor(order, dtype=torch.uint8, device=sent.device)])
             work = dist.isend(sent, group=self._pp.group, group_dst=peer, tag=self._tag(message, place))

@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.exchange import nothing_like
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.exact import Gradients, nothing_like
+from paceline.parallel.exact import Gradients
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
@@ -420,7 +421,7 @@ class StagedRunner(StagedForwards):
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    return nothing_like(tensor) if tensor.grad is None else tensor.grad
+    return nothing_like(tensor) if tensor.grad is None else tensor.grad.resolve_conj()
 
 
 def _with_objective(work: Work, objective: Loss) -> Work:
