@@ -26,8 +26,12 @@ from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Return whether a parameter has hooks of `register_hook`."""
-    return bool(read_hooks(parameter))
+    """Return whether a parameter has hooks of `register_hook`, other than those that only look at a gradient.
+
+    A hook of Paceline's own that returns nothing, and is right for any part of a gradient, says so by its
+    attribute `only_looks`.
+    """
+    return any(not getattr(hook, "only_looks", False) for hook in (read_hooks(parameter) or {}).values())
 
 
 def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:

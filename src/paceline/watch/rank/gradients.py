@@ -231,6 +231,8 @@ class _Sentinel:
 
     # Models are pickled without their hooks; that needs no warning.
     __torch_unserializable__ = True
+    # Layouts that refuse hooks on gradients take this one (`parallel/parameter_hooks.py`).
+    only_looks = True
 
     def __init__(self, gradients: Gradients, torch: Any, optimizer: Any, number: int) -> None:
         self.late = 0
