@@ -63,6 +63,9 @@ def _explain(case: Case) -> Explained:
     lost = _explain_lost(case)
     if lost is not None:
         return lost
+    batch = _explain_batch(case)
+    if batch is not None:
+        return batch
     if case.events(gradient=False):
         return explain_forward(case)
     for explain in (
@@ -128,6 +131,31 @@ def _explain_lost(case: Case) -> Explained | None:
         f"{'it belongs' if len(numbers) == 1 else 'they belong'} to rank {name_some(list(map(str, ranks)))}.",
         "Each microbatch of the global batch runs exactly once.",
         "Check how the global batch is distributed, and the loop over a rank's microbatches.",
+    )
+
+
+def _explain_batch(case: Case) -> Explained | None:
+    """Explain a batch that is not that of one process, whether the model gets that part of it or the loss."""
+    if case.watched is None:
+        return None
+    apart: dict[str, set[int]] = {}
+    numbers: set[str] = set()
+    for observed in case.observed:
+        for key, found in observed.batches.items():
+            if case.watched.batches.get(key, found) != found:
+                number, _, place = key.partition("/")
+                apart.setdefault(place, set()).add(observed.rank)
+                numbers.add(number)
+    if not apart:
+        return None
+    what = f"batch{', batch'.join(sorted(apart))}" if "" not in apart else "The batch"
+    return Explained(
+        "PL716",
+        "the batch",
+        f"{what} differs {case.name_ranks(set().union(*apart.values()))} from one process, in microbatch "
+        f"{name_some(sorted(numbers, key=int), 8)}.",
+        "Every layout trains on the same global batches.",
+        "Check the data: an order, an augmentation or a step that depends on the rank.",
     )
 
 
@@ -219,6 +247,9 @@ def _explain_buffers(case: Case) -> Explained | None:
         if is_ordered
         else ""
     )
+    # On any rank: what one rank adds to statistics, all get.
+    settings = [d for d in case.settings if d.owner == first.name.rpartition(".")[0]]
+    why += f" Of its module, {describe_settings(case, settings)}." if settings else ""
     verb = "buffers" if len({d.name for d in differing}) > 1 else "buffer"
     return Explained(
         "PL710",

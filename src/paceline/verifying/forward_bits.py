@@ -6,11 +6,9 @@ the bits of a forward as they are. What a forward returns, and its loss, are kep
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.data.share import Share
@@ -18,7 +16,7 @@ from paceline.recipe import Layout
 from paceline.torch_seams.trees import tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
-from paceline.verifying.observe import find_running, is_trial, take_local, wrap_functions
+from paceline.verifying.observe import digest, find_running, is_trial, wrap_functions
 from paceline.verifying.watch import take_matching
 
 
@@ -59,7 +57,7 @@ class ForwardBits:
         result = inner(output, batch)
         if self._running >= 0 and self._numbers and not is_trial(self._trainer):
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self.digests[str(self._running)] = _digest([*leaves, *weigh(result, batch)])
+            self.digests[str(self._running)] = digest([*leaves, *weigh(result, batch)])
         return result
 
 
@@ -72,13 +70,4 @@ def compare_digests(digests: Mapping[str, str], expected: Mapping[str, str]) -> 
     """Return whether all forwards of a rank have the reference's bits; `None` if it has no outputs."""
     if not digests:
         return None
-    return all(expected.get(number) == digest for number, digest in digests.items())
-
-
-def _digest(tensors: list[Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        plain = take_local(tensor).contiguous().reshape(-1)
-        digest.update(f"{list(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return all(expected.get(number) == found for number, found in digests.items())

@@ -127,6 +127,7 @@ class Observed:
         stale_copies: by module, the attribute that holds a weight as it was after an earlier step, and that
             step.
         partial: by axis, the parameters of whose gradients the ranks have addends before they are summed.
+        batches: as in `Watch`.
         addends: by axis, those whose gradient is still such an addend: it differs, and the sum over the axis
             is right.
     """
@@ -145,6 +146,7 @@ class Observed:
     stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
     partial: dict[str, list[str]] = field(default_factory=dict)
     addends: dict[str, list[str]] = field(default_factory=dict)
+    batches: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class WatchedFacts:
         settings: of functions, the process and the optimizer, by owner.
         changed: weights that a forward of this step found changed since the step before.
         draws: see `Types`.
+        batches: as in `Watch`, but those that differ from run to run.
     """
 
     order: dict[str, int]
@@ -175,6 +178,7 @@ class WatchedFacts:
     settings: dict[str, dict[str, str]] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     draws: dict[str, list[str]] = field(default_factory=dict)
+    batches: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, step: int) -> WatchedFacts:
@@ -314,6 +318,7 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         settings=settings,
         changed=_find_changed(kept, Reference(Path(folder)), step),
         draws=watch.types.draws,
+        batches=dict(watch.batches.items() & again.batches.items()),
     )
     save_file(kept.tensors, str(Path(folder) / f"watched-{step}.safetensors"))
     save_file(parts.parts, str(Path(folder) / f"gradients-{step}.safetensors"))
@@ -492,6 +497,7 @@ class _Judge(_Nothing):
         )
         self._fit_factors()
         self._find_addends()
+        self.found.batches = watch.batches
         self.found.types, self.found.outside = watch.types.forward, watch.types.outside
         self.found.other_draws = self._compare_draws(watch.types.draws)
         self.found.settings = self._compare_settings()

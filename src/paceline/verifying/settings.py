@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.torch_seams.modules import list_hooks as list_module_hooks
 from paceline.torch_seams.tensors import read_hooks
+from paceline.verifying.observe import as_numbers
 
 # Owners of settings that belong to no module.
 FUNCTIONS = "functions"
@@ -29,6 +31,8 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _OURS = ("paceline", "torch", "_pytest")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _MAX_LENGTH = 200
+# Values of a collection, and elements of a tensor, that count as settings.
+_MAX_LISTED = 64
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,33 @@ def list_module_settings(module: nn.Module) -> dict[str, str]:
     for key, value in vars(module).items():
         if key in _INTERNAL and key != "training":
             continue
-        if key == "forward":
+        if key == "forward" or (callable(value) and not isinstance(value, nn.Module | type)):
             if not _is_ours(value):
                 found[key] = _name_code(value)
-        elif _is_plain(value):
-            found[key] = repr(value)[:_MAX_LENGTH]
-        elif callable(value) and not isinstance(value, nn.Module | type):
-            if not _is_ours(value):
-                found[key] = _name_code(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
-            inner = {f"{key}.{name}": each for name, each in vars(value).items() if _is_plain(each)}
-            found |= {name: repr(each)[:_MAX_LENGTH] for name, each in inner.items()}
+        else:
+            found |= {name: repr(each)[:_MAX_LENGTH] for name, each in _list_plain(key, value)}
     return found
+
+
+def _list_plain(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values in a setting: itself, or those of a dict, a list or a settings object."""
+    if _is_plain(value):
+        yield name, value
+    elif isinstance(value, Tensor):
+        if value.is_cpu and type(value) is Tensor and value.numel() <= _MAX_LISTED:
+            yield name, as_numbers(value).tolist()
+    elif isinstance(value, set | frozenset):
+        yield name, sorted(map(repr, value))
+    elif depth and not isinstance(value, nn.Module | type):
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, Mapping):
+            inner = ((f"{name}[{key!r}]", each) for key, each in value.items())
+        elif isinstance(value, tuple | list):
+            inner = ((f"{name}[{place}]", each) for place, each in enumerate(value))
+        elif hasattr(value, "__dict__"):
+            inner = ((f"{name}.{key}", each) for key, each in vars(value).items())
+        for key, each in itertools.islice(inner, _MAX_LISTED):
+            yield from _list_plain(key, each, depth - 1)
 
 
 def list_hooks(module: nn.Module) -> list[str]:

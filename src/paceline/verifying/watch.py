@@ -24,11 +24,12 @@ from paceline.parallel.stages.stage import is_stub
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.modules import own_parameters
 from paceline.torch_seams.tensors import is_fake
-from paceline.torch_seams.trees import tree_leaves
+from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import EPS
 from paceline.verifying.observe import (
+    digest,
     find_running,
     has_part_of_gradient,
     is_trial,
@@ -102,6 +103,7 @@ class Watch:
     Attributes:
         ran: numbers of the microbatches that this rank ran forward in that step, in order.
         microbatch: the number of the running microbatch, -1 outside.
+        batches: digests of the tensors of this rank's microbatches, by `microbatch/place in the batch`.
         types: the narrowest types that operations computed in.
     """
 
@@ -114,6 +116,7 @@ class Watch:
         self._inside = False
         self._calls: Counter[str] = Counter()
         self._shown: set[str] = set()
+        self.batches: dict[str, str] = {}
         self.modules = Modules(trainer.model)
         self.types = Types(self.modules, EPS[dtype])
         wrap_functions(trainer, self._forward, self._loss)
@@ -125,6 +128,10 @@ class Watch:
         self._waiting = list(share.microbatches)
         self._numbers = [number for number, _ in share.microbatches]
         self.ran = []
+        for number, batch in share.microbatches:
+            for path, leaf in tree_flatten_with_path(batch)[0]:
+                if isinstance(leaf, Tensor):
+                    self.batches[f"{number}/{keystr(path)}"] = digest([leaf])
         self.types.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
