@@ -1,143 +1,54 @@
-"""A factory's tensors, made one by one, against the model that it builds when it is called."""
+"""A factory's model on all ranks, against the model that the factory builds when it is called."""
 
 from __future__ import annotations
 
-import hashlib
-import math
+import io
+import logging
+import pickle
 import random
-import subprocess
-import sys
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.construct.build import Construction, construct
-from paceline.parallel.construct.replay import have_same_bits
+from paceline.errors import PacelineError
+from paceline.generators import preserved_generators, seed_generators
+from paceline.models.encoder import Encoder
+from paceline.models.gpt import Gpt
+from paceline.models.resnet import Resnet
+from paceline.parallel.construct.build import _attempt_without_values, construct
+from paceline.parallel.construct.structure import describe_tensors, read_tensors
+from paceline.parallel.construct.values import place_values
+from paceline.recipe.schema import EncoderModel, GptModel, ResnetModel
+from paceline.seeds import derive_seed
+from tests.dist.pool import Pool, RankError
 
 Factory = Callable[[], nn.Module]
+SEED = 3
+CPU = torch.device("cpu")
 
 
-def read_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors by every full name."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+def build_eagerly(factory: Factory, seed: int = SEED) -> nn.Module:
+    """Call a factory as a script would, with the seed of a construction."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with preserved_generators():
+        seed_generators(derive_seed(seed, 0, "construction"), CPU)
+        model = factory()
+    torch.set_num_threads(before)
+    return model
 
 
-def group_by_memory(
-    tensors: dict[str, Tensor], construction: Construction | None = None
-) -> set[tuple[str, ...]]:
-    """Return which names share memory."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        key = construction.windows[name].storage if construction else tensor.untyped_storage()._cdata
-        groups.setdefault(key, []).append(name)
-    return {tuple(group) for group in groups.values()}
-
-
-def check_structure(eager: nn.Module, construction: Construction) -> None:
-    """Compare all but the values."""
-    model, tensors = construction.model, read_tensors(eager)
-    assert list(tensors) == list(construction.names)
-    # A parametrised module has a class of its own, so names are compared.
-    kinds = [[(n, type(m).__name__) for n, m in built.named_modules()] for built in (eager, model)]
-    assert kinds[0] == kinds[1]
-    assert eager.state_dict().keys() == model.state_dict().keys()
-    assert group_by_memory(tensors) == group_by_memory(read_tensors(model), construction)
-    on_meta = read_tensors(model)
-    for name, tensor in tensors.items():
-        filled = construction.fill(name)
-        assert on_meta[name].device.type == "meta"
-        assert type(tensor) is type(on_meta[name])
-        assert tensor.requires_grad == on_meta[name].requires_grad, name
-        for other in (on_meta[name], filled):
-            assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
-        assert tensor.stride() == on_meta[name].stride(), name
-        # A part of a larger tensor gets memory of its own.
-        if construction.windows[name].is_dense():
-            assert tensor.stride() == filled.stride(), name
-
-
-def check_same_draws(factory: Factory) -> None:
-    """Check that, if the factory seeds torch itself, every tensor is the eager one, bit by bit."""
-
-    def seeded() -> nn.Module:
-        torch.manual_seed(7)
-        return factory()
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as tensors are made by one: a matrix product's bits depend on their number
-    with torch.random.fork_rng():
-        eager = seeded()
-    torch.set_num_threads(num_threads)
-    construction = construct(seeded, 0)
-    check_structure(eager, construction)
-    for name, tensor in read_tensors(eager).items():
-        assert have_same_bits(tensor.detach(), construction.fill(name)), name
-
-
-def check_statistics(factory: Factory, num_builds: int = 6) -> None:
-    """Seeded by name, tensors have the eager one's mean, deviation and bounds; constants are the same."""
-    eager: dict[str, list[Tensor]] = {}
-    filled: dict[str, list[Tensor]] = {}
-    for seed in range(num_builds):
-        with torch.random.fork_rng():
-            torch.manual_seed(100 + seed)
-            built = read_tensors(factory())
-        construction = construct(factory, seed)
-        for name, tensor in built.items():
-            eager.setdefault(name, []).append(tensor.detach())
-            filled.setdefault(name, []).append(construction.fill(name))
-    for name, tensors in eager.items():
-        constant = have_same_bits(tensors[0], tensors[1])
-        # Constants are constant with us too, and what is random differs from seed to seed.
-        assert constant == have_same_bits(filled[name][0], filled[name][1]), name
-        if constant:
-            assert have_same_bits(tensors[0], filled[name][0]), name
-            continue
-        left, right = torch.stack(tensors).double(), torch.stack(filled[name]).double()
-        spread = left.std().item()
-        noise = spread / math.sqrt(left.numel())
-        assert abs(left.mean() - right.mean()).item() < 7 * noise, name
-        assert abs(spread - right.std().item()) < 7 * noise, name
-        assert right.abs().max() < 2 * left.abs().max(), name
-
-
-def initialised(function: Callable[..., object], shape: tuple[int, ...], *args: object) -> Factory:
-    def build() -> nn.Module:
-        module = nn.Module()
-        module.weight = nn.Parameter(torch.empty(*shape))
-        function(module.weight, *args)
-        return module
-
-    return build
-
-
-INITS: dict[str, Factory] = {
-    "kaiming_uniform_": initialised(nn.init.kaiming_uniform_, (16, 12)),
-    "kaiming_normal_": initialised(nn.init.kaiming_normal_, (16, 12)),
-    "xavier_uniform_": initialised(nn.init.xavier_uniform_, (16, 12)),
-    "xavier_normal_": initialised(nn.init.xavier_normal_, (16, 12)),
-    "normal_": initialised(nn.init.normal_, (16, 12), 1.0, 0.5),
-    "uniform_": initialised(nn.init.uniform_, (16, 12)),
-    "trunc_normal_": initialised(nn.init.trunc_normal_, (16, 12), 0.0, 0.02, -0.04, 0.04),
-    "trunc_normal_ far out": initialised(nn.init.trunc_normal_, (16, 12), 0.0, 1.0, 2.0, 3.0),
-    "orthogonal_": initialised(nn.init.orthogonal_, (16, 12)),
-    "sparse_": initialised(nn.init.sparse_, (16, 12), 0.5),
-    "dirac_": initialised(nn.init.dirac_, (8, 4, 3)),
-    "eye_": initialised(nn.init.eye_, (8, 4)),
-    "constant_": initialised(nn.init.constant_, (8, 4), 0.3),
-    "ones_": initialised(nn.init.ones_, (8,)),
-    "zeros_": initialised(nn.init.zeros_, (8,)),
-}
-
-
-@pytest.mark.parametrize("name", INITS)
-def test_all_of_torch_nn_init(name: str) -> None:
-    check_same_draws(INITS[name])
-    check_statistics(INITS[name])
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
+    same_kind = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same_kind and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 class Views(nn.Module):
@@ -152,7 +63,6 @@ class Views(nn.Module):
             self.copied[2:4] = 0
             self.copied[:, [1, 3]] = 2.0
             self.copied.t()[0].add_(1)
-            self.copied[self.copied > 1.5] = 1.5
         self.legacy = nn.Parameter(torch.FloatTensor(4, 4))
         self.legacy.data.normal_().mul_(3)
         self.frozen = nn.Parameter(torch.rand(6), requires_grad=False)
@@ -185,27 +95,19 @@ class Constants(nn.Module):
         masked = torch.zeros(4, 4)
         masked[torch.ones(4, 4).triu(1) == 1] = -1e9
         self.register_buffer("masked", masked)
-        self.register_buffer("steps", torch.linspace(0, 1, 5).flip(0))
-        self.register_buffer("full", torch.full((3,), 7))
         self.register_buffer("diagonal", torch.nonzero(torch.eye(4)))
-        self.register_buffer("unique", torch.unique(torch.arange(6) % 3))
         self.register_buffer("chosen", torch.arange(6)[torch.arange(6) > 2])
         self.register_buffer("picked", torch.arange(6)[np.array([4, 1])][[1, 0]])
-        self.register_buffer("new", torch.zeros(3).new_tensor([1, 2, 3]))
         self.register_buffer("mixed", torch.tensor([torch.tensor(1.0), torch.arange(3)[1]]))
-        places = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")).flatten(1)
-        self.register_buffer("relative", (places[:, :, None] - places[:, None]).permute(1, 2, 0).contiguous())
-        self.register_buffer("same", torch.eye(2).cpu().to("cpu", torch.float64))
+        self.register_buffer("large", torch.tril(torch.ones(300, 300)))
+        self.register_buffer("order", torch.tensor(random.sample(range(50), 50)))
+        self.register_buffer("noise", torch.from_numpy(np.random.rand(5)))
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
         self.numbers = torch.arange(3).tolist() + torch.arange(3).numpy().tolist()
         self.is_equal = torch.equal(torch.eye(2), torch.eye(2)) and bool((torch.ones(2) > 0).all())
         self.text = f"{torch.tensor(3.0):.2f}"
         self.plain = torch.arange(5.0)
         self.inner = {"eyes": [torch.eye(2)]}
-        own = torch.Generator().manual_seed(3)
-        self.register_buffer("drawn", torch.randn(5, generator=own))
-        self.register_buffer("drawn_next", torch.randn(5, generator=own))
-        self.is_cpu_like = (self.steps.device.type, self.steps.is_meta)
 
 
 class Seeding(nn.Module):
@@ -220,18 +122,16 @@ class Seeding(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.register_buffer("aside", torch.randn(3))
-        self.register_buffer("after", torch.randn(3))
+        self.register_buffer("after", torch.randn(3, generator=torch.Generator().manual_seed(3)))
 
 
-def build_in_double() -> nn.Module:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = nn.Linear(3, 3)
-        model.register_buffer("thirds", torch.arange(3) / 3)
-    finally:
-        torch.set_default_dtype(before)
-    return model
+class Doing(nn.Module):
+    """Does something with a weight while it is built."""
+
+    def __init__(self, do: Callable[[Doing], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        do(self)
 
 
 def build_tied() -> nn.Module:
@@ -240,16 +140,9 @@ def build_tied() -> nn.Module:
     return model
 
 
-def build_and_run() -> nn.Module:
-    """Run itself, as models do to find out shapes or statistics, and take a step.
-
-    The loss must have a gradient: without the targets, BatchNorm's output has the same sum of squares for any
-    weights, so that the step would add nothing but rounding, which has no distribution to compare.
-    """
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    (model(torch.randn(5, 3)) - torch.randn(5, 4)).square().sum().backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    model.zero_grad()
+def build_over_the_same_bytes() -> nn.Module:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[1].weight = nn.Parameter(model[0].weight.data)
     return model
 
 
@@ -259,51 +152,151 @@ def build_from_weights() -> nn.Module:
     return model
 
 
+def build_from_file() -> nn.Module:
+    file = io.BytesIO()
+    torch.save(nn.Linear(4, 4).state_dict(), file)
+    file.seek(0)
+    model = nn.Linear(4, 4)
+    model.load_state_dict(torch.load(file))
+    return model
+
+
+def build_and_run() -> nn.Module:
+    """Run itself, as models do to find out shapes or statistics, and take a step."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    (model(torch.randn(5, 3)) - torch.randn(5, 4)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+    return model
+
+
+def read_a_weight(model: Doing) -> None:
+    model.largest = model.weight.max().item()
+
+
+def branch_on_a_weight(model: Doing) -> None:
+    with suppress(Exception):
+        model.head = nn.Linear(2, 3 if model.weight.sum() > -1e9 else 4)
+
+
+def initialised(function: Callable[..., object], shape: tuple[int, ...], *args: object) -> Factory:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(*shape))
+        function(module.weight, *args)
+        return module
+
+    return build
+
+
+# They can be built without values.
 MODULES: dict[str, Factory] = {
     "views": Views,
+    "constants": Constants,
+    "seeding": Seeding,
     "lstm": lambda: nn.LSTM(8, 8, 2),
-    "gru": lambda: nn.GRU(8, 8, 2, bidirectional=True),
-    "batchnorm": lambda: nn.BatchNorm2d(4),
     "attention": lambda: nn.MultiheadAttention(16, 4, add_bias_kv=True),
     "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)),
-    "half": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).half(),
-    "bfloat16": lambda: nn.Linear(8, 8).to("cpu", torch.bfloat16),
-    "double": build_in_double,
+    "bfloat16": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("cpu", torch.bfloat16),
     "tied": build_tied,
-    "run": build_and_run,
+    "same bytes": build_over_the_same_bytes,
     "from weights": build_from_weights,
+    "from a file": build_from_file,
+    "pickled": lambda: pickle.loads(pickle.dumps(nn.Linear(2, 2))),
+    "run": build_and_run,
+    "trunc_normal_": initialised(nn.init.trunc_normal_, (16, 12), 0.0, 0.02, -0.04, 0.04),
+    "orthogonal_": initialised(nn.init.orthogonal_, (300, 200)),
+    "sparse_": initialised(nn.init.sparse_, (16, 12), 0.5),
+    "dirac_": initialised(nn.init.dirac_, (8, 4, 3)),
+    "gpt": lambda: Gpt(GptModel(kind="gpt", layers=2, hidden=32, heads=4), 64, 16),
+    "encoder": lambda: Encoder(EncoderModel(kind="encoder", layers=2, hidden=32, heads=4), 64, 16),
+    "resnet": lambda: Resnet(ResnetModel(kind="resnet"), 3, 10),
 }
+# They cannot.
+READERS: dict[str, Factory] = {
+    "item": lambda: Doing(read_a_weight),
+    "swallowed": lambda: Doing(branch_on_a_weight),
+    "numpy": lambda: Doing(lambda m: m.weight.data.copy_(torch.from_numpy(m.weight.detach().numpy() * 2))),
+    "boolean index": lambda: Doing(lambda m: m.weight.data.__setitem__(m.weight > 0, m.weight[m.weight > 0])),
+    "random attribute": lambda: Doing(lambda m: setattr(m, "noise", torch.randn(3))),
+    "written in place": lambda: Doing(lambda m: setattr(m, "noise", torch.zeros(3).normal_())),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+}
+ALL = MODULES | READERS
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_of_torch(name: str) -> None:
-    check_same_draws(MODULES[name])
-    check_statistics(MODULES[name])
+@pytest.mark.parametrize("name", ALL)
+def test_one_process_gets_the_eager_model(name: str) -> None:
+    eager, construction = build_eagerly(ALL[name]), construct(ALL[name], SEED)
+    before = {key: id(tensor) for key, tensor in read_tensors(construction.model).items()}
+    assert all(tensor.is_meta for tensor in read_tensors(construction.model).values())
+    model = place_values(construction)
+    tensors = read_tensors(model)
+    assert eager.state_dict().keys() == model.state_dict().keys()
+    for key, tensor in read_tensors(eager).items():
+        assert same_bits(tensor, tensors[key]), key
+        assert (tensor.requires_grad, type(tensor)) == (tensors[key].requires_grad, type(tensors[key]))
+        assert id(tensors[key]) == before[key]
 
 
-def test_what_is_not_random_is_the_same_to_the_bit() -> None:
-    eager, construction = Constants(), construct(Constants, 1)
-    check_structure(eager, construction)
-    for name, tensor in read_tensors(eager).items():
-        assert have_same_bits(tensor.detach(), construction.fill(name)), name
-    model = construction.model
-    for attribute in ("rates", "numbers", "is_equal", "text", "is_cpu_like"):
-        assert getattr(model, attribute) == getattr(eager, attribute)
-    assert torch.equal(model.plain, eager.plain)
-    assert torch.equal(model.inner["eyes"][0], torch.eye(2))
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_without_values_is_described_alike_or_not_made(name: str) -> None:
+    built = _attempt_without_values(ALL[name], derive_seed(SEED, 0, "construction"))
+    assert built.error is None
+    assert built.model is not None
+    is_alike = describe_tensors(read_tensors(built.model)) == describe_tensors(
+        read_tensors(build_eagerly(ALL[name]))
+    )
+    assert is_alike == (name != "swallowed")
+    assert bool(built.obstacle) == (name in READERS and name != "swallowed"), built.obstacle
 
 
-def test_a_factory_that_seeds_gets_its_own_numbers_in_any_order() -> None:
-    eager = read_tensors(Seeding())
-    for names in (list(eager), list(reversed(eager))):
-        construction = construct(Seeding, 1)
-        for name in names:
-            assert have_same_bits(eager[name].detach(), construction.fill(name)), name
+def test_ties_lists_attributes_and_hooks_stay() -> None:
+    calls: list[str] = []
+
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"tied": build_tied(), "lstm": nn.LSTM(4, 4)})
+        weight = model["tied"][0].weight
+        weight.no_decay = True
+        weight.register_hook(lambda grad: calls.append("hook"))
+        weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+        return model
+
+    construction = construct(build, 0)
+    weak = weakref.ref(construction.model["tied"][0].weight)
+    model = place_values(construction)
+    assert weak is not None
+    weight = model["tied"][0].weight
+    assert weight is model["tied"][1].weight
+    assert weight.no_decay
+    assert all(a is b for a, b in zip(model["lstm"]._flat_weights, model["lstm"].parameters(), strict=True))
+    model["tied"](torch.tensor([1])).sum().backward()
+    assert calls == ["hook", "accumulated"]
+    model["lstm"](torch.randn(2, 1, 4))[0].sum().backward()
+    assert model["lstm"].weight_hh_l0.grad is not None
 
 
-def test_generators_are_left_as_they_were() -> None:
+def test_parameters_over_the_same_bytes_share_them_and_others_do_not() -> None:
+    model = place_values(construct(build_over_the_same_bytes, 0))
+    assert model[0].weight is not model[1].weight
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+    views = read_tensors(place_values(construct(Views, 0)))
+    assert views["tied"] is views["first"]
+    storages = {name: each.untyped_storage().data_ptr() for name, each in views.items() if name != "tied"}
+    assert len(set(storages.values())) == len(storages)
+
+
+def test_a_cut_keeps_only_its_part() -> None:
+    eager = read_tensors(build_eagerly(Views))
+    model = place_values(construct(Views, SEED), cut=lambda name, value: value[:1])
+    for name, tensor in read_tensors(model).items():
+        assert torch.equal(tensor, eager[name][:1])
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_generators_threads_and_modes_are_left_as_they_were() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -311,156 +304,182 @@ def test_generators_are_left_as_they_were() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-
-    def build() -> nn.Module:
-        torch.manual_seed(random.randrange(9) + int(np.random.randint(9)))
-        return nn.Linear(3, 3)
-
-    construct(build, 1).fill("weight")
+    before = torch.get_num_threads()
+    construct(lambda: Doing(lambda m: torch.manual_seed(random.randrange(9) + np.random.randint(9))), 1)
+    with pytest.raises(PacelineError):
+        construct(lambda: Doing(lambda m: 1 / 0), 1)  # type: ignore[arg-type, return-value]
     assert torch.equal(expected[0], torch.rand(2))
     assert expected[1:] == (random.random(), np.random.rand())
+    assert torch.get_num_threads() == before
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_python_and_numpy_draw_alike_in_every_construction() -> None:
-    def build() -> nn.Module:
-        model = nn.Module()
-        model.register_buffer("order", torch.tensor(random.sample(range(50), 50)))
-        model.register_buffer("noise", torch.from_numpy(np.random.rand(5)))
-        return model
-
-    random.seed(1)
-    first, again = construct(build, 4), construct(build, 4)
-    for name in first.names:
-        assert torch.equal(first.fill(name), again.fill(name))
-    assert not torch.equal(first.fill("order"), construct(build, 5).fill("order"))
+def test_another_seed_gives_other_numbers() -> None:
+    one, other = (read_tensors(place_values(construct(Constants, seed))) for seed in (1, 2))
+    assert not torch.equal(one["order"], other["order"])
+    assert torch.equal(one["causal"], other["causal"])
 
 
-def build_several() -> nn.Module:
-    """Build the models that the tests of order and of processes fill."""
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return nn.ModuleDict({"encoder": encoder, "views": Views(), "tied": build_tied()})
+# ---- several ranks
 
 
-def hash_tensors(seed: int, backwards: bool = False) -> str:
-    """Return the hashes of all tensors by name, filled in an order."""
-    construction = construct(build_several, seed)
-    names = sorted(construction.names, reverse=backwards)
-    hashes = {
-        name: hashlib.sha256(bytes(construction.fill(name).contiguous().numpy().data)) for name in names
+def raising_on_one_rank() -> nn.Module:
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("no data here")
+    return nn.Linear(3, 3)
+
+
+def communicating() -> nn.Module:
+    """Rank 0 decides, and the others wait for it."""
+    width = torch.tensor(5 if dist.get_rank() == 0 else 0)
+    dist.broadcast(width, 0)
+    return nn.Linear(3, int(width))
+
+
+def knowing_its_rank() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.rank = dist.get_rank()
+    return model
+
+
+ON_RANKS = ALL | {"communicating": communicating, "rank": knowing_its_rank}
+
+
+def hand_out_all(world: Any, names: list[str]) -> dict[str, tuple[list[Tensor], int]]:
+    """Return each model's tensors, and how often its factory ran here."""
+    found = {}
+    for name in names:
+        runs = []
+
+        def factory(name: str = name, runs: list[int] = runs) -> nn.Module:
+            runs.append(1)
+            return ON_RANKS[name]()
+
+        construction = construct(factory, SEED, group=dist.group.WORLD)
+        place_values(construction)
+        found[name] = [each.detach() for each in read_tensors(construction.model).values()], len(runs)
+    return found
+
+
+def test_all_ranks_get_the_values_of_one_process(ranks: Pool) -> None:
+    names = list(ON_RANKS)
+    for rank, found in enumerate(ranks.run(hand_out_all, 3, (names,), timeout_s=90)):
+        for name in ALL:
+            tensors, num_runs = found[name]
+            for tensor, expected in zip(
+                tensors, read_tensors(build_eagerly(ALL[name])).values(), strict=True
+            ):
+                assert same_bits(tensor, expected), name
+            assert num_runs == (2 if rank and name in READERS else 1), name
+        assert found["communicating"][0][0].shape == (5, 3)
+        assert found["rank"][1] == (2 if rank else 1)
+
+
+def build_on_ranks(world: Any, name: str) -> None:
+    construct(
+        {"raising": raising_on_one_rank, "lazy": lambda: nn.LazyLinear(3)}[name], 0, group=dist.group.WORLD
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raising", "On rank 1 alone: The factory raised ZeroDivisionError: no data here.*PL457"),
+        ("lazy", "PL458"),
+    ],
+)
+def test_an_error_of_one_rank_ends_all(ranks: Pool, name: str, said: str) -> None:
+    with pytest.raises(RankError, match=said):
+        ranks.run(build_on_ranks, 3, (name,), timeout_s=60)
+
+
+# ---- refusals
+
+
+def build_partly_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 2)
+
+
+def fill_first_row(model: Doing) -> None:
+    model.partly = nn.Parameter(torch.empty(3, 3))
+    nn.init.zeros_(model.partly.data[0])
+
+
+REFUSED: dict[str, tuple[Factory, str, str]] = {
+    "raises": (lambda: Doing(lambda m: 1 / 0), "PL457", "ZeroDivisionError: division by zero"),  # type: ignore[arg-type, return-value]
+    "no module": (lambda: None, "PL457", "NoneType"),  # type: ignore[arg-type, return-value]
+    "lazy": (lambda: nn.LazyLinear(3), "PL458", "weight, bias"),
+    "on meta": (build_partly_on_meta, "PL458", "weight, bias"),
+    "sparse": (
+        lambda: Doing(lambda m: m.register_buffer("table", torch.eye(3).to_sparse())),
+        "PL458",
+        "table",
+    ),
+    "attribute that is part of a parameter": (
+        lambda: Doing(lambda m: setattr(m, "rows", {"first": (m.weight.data[0],)})),
+        "PL458",
+        "rows['first'][0] is a tensor that shares its memory with weight",
+    ),
+    "never initialised": (
+        lambda: Doing(lambda m: setattr(m, "bare", nn.Parameter(torch.empty(3)))),
+        "PL459",
+        "bare",
+    ),
+    "partly initialised": (lambda: Doing(fill_first_row), "PL459", "partly"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name(name: str) -> None:
+    factory, code, named = REFUSED[name]
+    with pytest.raises(PacelineError) as caught:
+        construct(factory, 0)
+    assert caught.value.code == code
+    assert named in caught.value.saw
+
+
+def test_a_scratch_buffer_starts_as_zeros(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        construction = construct(lambda: Doing(lambda m: m.register_buffer("scratch", torch.empty(5))), 0)
+    assert torch.equal(place_values(construction).scratch, torch.zeros(5))
+    assert "scratch" in caplog.text
+
+
+def build_foreign(name: str) -> nn.Module:
+    """Return a small model of transformers, from its configuration."""
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    configs = {
+        "LlamaForCausalLM": ("LlamaConfig", {**sizes, "vocab_size": 128, "num_key_value_heads": 2}),
+        "GPT2LMHeadModel": (
+            "GPT2Config",
+            {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **ids},
+        ),
+        "T5ForConditionalGeneration": (
+            "T5Config",
+            {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        ),
+        "BertForMaskedLM": ("BertConfig", {**sizes, "vocab_size": 128}),
+        "ViTForImageClassification": ("ViTConfig", {**sizes, "image_size": 32, "patch_size": 8}),
     }
-    return hashlib.sha256(b"".join(hashes[name].digest() for name in sorted(names))).hexdigest()
+    config, arguments = configs[name]
+    return getattr(transformers, name)(getattr(transformers, config)(**arguments))
 
 
-def test_order_and_other_fills_change_nothing() -> None:
-    assert hash_tensors(1) == hash_tensors(1, backwards=True) != hash_tensors(2)
+FOREIGN = [
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM"),
+    "ViTForImageClassification",
+]
 
 
-def test_another_process_gets_the_same_bits() -> None:
-    code = """if True:
-        import tests.parallel.test_construct as t
-        print(t.hash_tensors(1))
-    """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [hash_tensors(1)]
-
-
-def test_copies_stay_equal_and_ties_are_one() -> None:
-    construction = construct(build_several, 1)
-    for name in construction.names:
-        if "layers.0" in name:
-            assert torch.equal(
-                construction.fill(name), construction.fill(name.replace("layers.0", "layers.1"))
-            )
-    assert torch.equal(construction.fill("tied.0.weight"), construction.fill("tied.1.weight"))
-    copied = construction.fill("views.copied")
-    assert torch.equal(copied[4, 4:], construction.fill("views.drawn")[4, 4:] * 0.5)
-
-
-def test_a_tensor_does_not_depend_on_what_else_is_in_the_model() -> None:
-    small = construct(lambda: nn.ModuleDict({"b": nn.Linear(4, 4)}), 1)
-    large = construct(lambda: nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(4, 4)}), 1)
-    assert torch.equal(small.fill("b.weight"), large.fill("b.weight"))
-    assert not torch.equal(
-        small.fill("b.weight"), construct(lambda: nn.ModuleDict({"c": nn.Linear(4, 4)}), 1).fill("c.weight")
-    )
-
-
-def test_placing_is_part_of_the_record() -> None:
-    construction = construct(Views, 1, place=lambda model: model.to("cpu").to(torch.float64))
-    single = construct(Views, 1)
-    for name in construction.names:
-        assert torch.equal(construction.fill(name), single.fill(name).double())
-    assert {p.dtype for p in construction.model.parameters()} == {torch.float64}
-
-
-def test_filling_ignores_what_is_around_it() -> None:
-    construction = construct(build_several, 1)
-    expected = {name: construction.fill(name) for name in construction.names}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            filled = {name: construction.fill(name) for name in construction.names}
-    finally:
-        torch.set_default_dtype(before)
-    for name, tensor in expected.items():
-        assert have_same_bits(tensor, filled[name]), name
-        assert not filled[name].requires_grad
-
-
-def test_the_number_of_threads_changes_nothing() -> None:
-    construction = construct(initialised(nn.init.orthogonal_, (300, 200)), 1)
-    before = torch.get_num_threads()
-    filled = []
-    try:
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            filled.append(construction.fill("weight"))
-            assert torch.get_num_threads() == num_threads
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*filled)
-
-
-def test_an_initialised_model_trains() -> None:
-    construction = construct(build_several, 1)
-    model = construction.model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, tensor in read_tensors(model).items():
-            tensor.copy_(construction.fill(name))
-    model["encoder"](torch.randn(2, 3, 16)).square().mean().backward()
-    assert all(torch.isfinite(p.grad).all() for p in model["encoder"].parameters())
-
-
-MEMORY = """
-import torch
-from torch import nn
-from paceline.parallel.construct.build import construct
-
-def megabytes(peak):
-    if peak:  # of this program alone: what getrusage tells may be of the process before exec
-        lines = open("/proc/self/status").read().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
-
-construct(lambda: nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(9)), 0).fill("0.weight")
-before = megabytes(False)
-construction = construct(lambda: nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(64)]), 0)
-built = megabytes(False)
-for name in construction.names[:6]:
-    construction.fill(name)
-print(built - before, max(0, megabytes(True) - built))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_that_of_one_tensor() -> None:
-    # 64 x 64 MiB = 4 GiB, of which 6 tensors are filled one after the other.
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=60
-    )
-    construction, fill = map(float, done.stdout.split())
-    assert construction < 16
-    assert fill < 2.5 * 64
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_of_transformers(name: str) -> None:
+    eager = read_tensors(build_eagerly(lambda: build_foreign(name)))
+    model = place_values(construct(lambda: build_foreign(name), SEED))
+    for key, tensor in read_tensors(model).items():
+        assert same_bits(tensor, eager[key]), key
+    built = _attempt_without_values(lambda: build_foreign(name), SEED)
+    assert built.model is not None
+    assert (built.obstacle, describe_tensors(read_tensors(built.model))) == ("", describe_tensors(eager))

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.models.gpt import Gpt
-from paceline.parallel.construct.build import Construction
 from paceline.parallel.stages.transfer import StageTransfer
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.simulate import Costs, simulate
-from paceline.recipe.schema import GptModel
 from paceline.train.runners.staged import StagedRunner
 from tests.dist.pool import Pool
-from tests.train.test_pipeline import GPT_EXAMPLE
 from tests.train.test_pipeline_layouts import build
-
-
-def long_gpt() -> nn.Module:
-    return Gpt(GptModel(kind="gpt", layers=8, hidden=64, heads=4, tie_embeddings=False), 256, 16)
-
-
-def count_live() -> int:
-    """Return bytes of all tensors of this process that have memory."""
-    found = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
-    return sum(storages.values())
-
-
-def count_filling(world: Any, layout: str) -> tuple[int, int, int]:
-    """The most bytes of tensors while a factory's model gets its values, those of own parameters, and of the
-    largest parameter."""
-    fill, before, most = Construction.fill, count_live(), 0
-
-    def counting(self: Construction, *args: Any, **settings: Any) -> Tensor:
-        nonlocal most
-        value = fill(self, *args, **settings)
-        most = max(most, count_live() - before)
-        return value
-
-    with mock.patch.object(Construction, "fill", counting):
-        trainer = build(layout, model=long_gpt, example=GPT_EXAMPLE)
-    sizes = {name: 4 * p.numel() for name, p in trainer.model.named_parameters()}
-    own = sum(sizes[name] for name, p in trainer.model.named_parameters() if not p.is_meta)
-    trainer.close()
-    return most, own, max(sizes.values())
-
-
-@pytest.mark.parametrize("stages", ["", pytest.param(" stages=measured", marks=pytest.mark.slow)])
-def test_a_factory_of_four_stages_makes_one_tensor_at_a_time(ranks: Pool, stages: str) -> None:
-    whole = sum(4 * p.numel() for p in long_gpt().parameters())
-    for most, own, largest in ranks.run(count_filling, 4, (f"pp=4{stages}",), timeout_s=60):
-        assert own < whole / 2
-        assert own <= most <= own + largest + 4096, "the rest is one number for each tensor of another stage"
 
 
 class SavedBytes:

@@ -18,8 +18,7 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compress import CompressedReduction, Compression, CompressSettings
-from paceline.parallel.construct.build import Construction
-from paceline.parallel.construct.values import place_values
+from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.caches import refuse_caches
 from paceline.parallel.context.exchange import Rows
@@ -135,7 +134,7 @@ def parallelize(
 
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
-            models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
+            models that cannot be sharded, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
             divide, PL655 to PL667 for experts that ep cannot share out.
     """
@@ -201,17 +200,16 @@ def parallelize(
             compression=_compress(model, settings),
         )
     if construction is not None:
-        # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
+        # Each rank knows its part now: it gets one whole tensor at a time and keeps its part of it.
         _fill(model, construction, placement, device)
     if shards is not None:
         shards.offload()  # the values exist now
     if experts is not None:
         experts.complete()
     if layout.dp_shard == 1:
-        # Last: DDP hooks these very tensors, and broadcasts the values of a model that was built on meta.
+        # Last: DDP hooks these very tensors.
         apart = [] if experts is None else experts.parameters
-        aligned = construction is None
-        replica, exact, lent = _replicate(model, mesh, settings, device, apart, is_aligned=aligned)
+        replica, exact, lent = _replicate(model, mesh, settings, device, apart)
     return LaidOut(replica, shards, exact, placement, masks, plan, lent, settings, experts=experts)
 
 
@@ -391,8 +389,6 @@ def _replicate(
     settings: Settings,
     device: torch.device,
     apart: Sequence[Tensor],
-    *,
-    is_aligned: bool,
 ) -> tuple[Replica | None, ExactReduction | None, dist.ProcessGroup | None]:
     """Sum the gradients of replicas, or of one rank's microbatches; return the group that was borrowed."""
     replicas = mesh is not None and mesh.replicas.size > 1
@@ -412,9 +408,7 @@ def _replicate(
         return None, exact, lent
     assert mesh is not None
     replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
-    replica = Replica(
-        model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart, is_aligned=is_aligned
-    )
+    replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart, is_aligned=True)
     log.info(
         "replicate: DistributedDataParallel over %s, %s reduction",
         " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
@@ -434,7 +428,7 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
     if any(isinstance(p, DTensor) for p in model.parameters()):
         # fully_shard keeps references to its parameters, which get memory in place.
         model.to_empty(device=device)
-        placement.fill(construction.fill, device)
+        placement.fill(construction.hand_out(device))
     else:
         place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 

@@ -7,7 +7,7 @@ state) are laid out like the parameter. Checkpoints, `verify` and users see full
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from math import lcm
 from typing import Any
 
@@ -267,18 +267,15 @@ class Placement:
                     part.copy_(flat[start : start + part.numel()].view_as(part))
                     start += part.numel()
 
-    def fill(self, make: Callable[[str], Tensor], device: torch.device) -> None:
-        """Fill a model in place; each rank makes one whole tensor at a time and keeps its part.
+    def fill(self, values: Iterable[tuple[list[str], Tensor]]) -> None:
+        """Write whole values into a model in place, each rank its part.
 
         Args:
-            make: from a full name to the whole tensor.
-            device: the device of the model.
+            values: names of parameters and buffers with the value that they share.
         """
-        done: set[int] = set()
-        for name, tensor in [
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
-        ]:
-            if id(tensor) not in done:
-                done.add(id(tensor))
-                self.write(name, tensor, make(name).to(device))
+        tensors: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors |= dict(self._model.named_buffers(remove_duplicate=False))
+        for names, whole in values:
+            for name in {id(tensors[name]): name for name in names}.values():
+                self.write(name, tensors[name], whole)
+            del whole  # before the next one is made

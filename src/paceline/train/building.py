@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.construct.build import Construction, construct
-from paceline.parallel.construct.values import place_values
+from paceline.parallel.construct.build import construct
+from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.experts.choose import choose_experts
 from paceline.parallel.experts.find import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
@@ -87,17 +88,27 @@ class Built:
     construction: Construction | None
 
 
-def build_model(name: str, model: Model, precision: Precision, seed: int) -> Built:
-    """Place a module on its device in its dtype, or build a factory's on meta: ranks fill it later."""
+def build_model(
+    name: str, model: Model, precision: Precision, seed: int, group: dist.ProcessGroup | None
+) -> Built:
+    """Place a module on its device in its dtype, or build a factory's, without values yet; collective.
+
+    Args:
+        name: of the model.
+        model: module or factory.
+        precision: dtype and device.
+        seed: of the run.
+        group: all ranks; `None` in a world of one.
+    """
     if isinstance(model, nn.Module):
         precision.place_model(model)
         return Built(model, None)
-    construction = construct(model, derive_seed(seed, "model", name), precision.cast_model)
+    construction = construct(model, derive_seed(seed, "model", name), precision.cast_model, group)
     return Built(construction.model, construction)
 
 
 def complete_model(built: Built, device: torch.device) -> None:
-    """Fill in the values of a model that has no layout, all of them on every rank."""
+    """Fill in the values of a model that has no layout, all of them on every rank; collective."""
     if built.construction is not None:
         place_values(built.construction, device)
 

@@ -173,7 +173,7 @@ def describe_code(function: Any) -> str:
 
 
 def describe_model(name: str, model: nn.Module) -> dict[str, str]:
-    """Describe a model's parameters and modules, with the settings of torch's own modules."""
+    """Describe a model's parameters, buffers and modules, with the settings of torch's own modules."""
     found = {}
     for own, module in model.named_modules():
         kind = type(module)
@@ -182,6 +182,8 @@ def describe_model(name: str, model: nn.Module) -> dict[str, str]:
     for own, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
         found[f"parameter {own} of {name}"] = f"{trained} {list(parameter.shape)} {parameter.dtype}"
+    for own, buffer in model.named_buffers():
+        found[f"buffer {own} of {name}"] = f"{list(buffer.shape)} {buffer.dtype}"
     return found
 
 

@@ -78,8 +78,8 @@ class Trainer(TrainedModels):
     `step`, `evaluate`, `save` and `resume` on every rank.
 
     Args:
-        model: an `nn.Module` (rank 0's weights are broadcast), or a factory (seeded identically on every
-            rank), or a dict of these by name, for training with several models.
+        model: an `nn.Module` (rank 0's weights are broadcast), or a factory (rank 0's model is sent to all
+            ranks in parts), or a dict of these by name, for training with several models.
         optimizer: a function from the list of all (full name, parameter) pairs to an optimizer, or to a list
             of several that share out the parameters. For named models, a dict of such functions; a model
             without one is never updated, for example a teacher.
@@ -183,15 +183,19 @@ class Trainer(TrainedModels):
         if reduction == "exact":
             world.pin_threads(1)
         self._forward, self._loss = forward or call_model, loss
+        ranks = all_ranks() if world.world_size > 1 else None
+        if ranks is not None:
+            check_same_settings(given.describe_for_ranks(self.layout), ranks)
         built = {
-            name: build_model(name, each, self._precision, given.seed) for name, each in given.models.items()
+            name: build_model(name, each, self._precision, given.seed, ranks)
+            for name, each in given.models.items()
         }
         self._statistics = RunningStatistics([each.model for each in built.values()])
-        if world.world_size > 1:
-            texts = given.describe_for_ranks(self.layout)
+        if ranks is not None:
+            texts: dict[str, str] = {}
             for name, each in built.items():
                 texts |= describe_model(name, each.model)
-            check_same_settings(texts, all_ranks())
+            check_same_settings(texts, ranks)
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
         trial = None if example is None else partial(self._try_forward, batch=example)

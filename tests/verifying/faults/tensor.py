@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel import norm, order
-from paceline.parallel.construct.build import Construction
+from paceline.parallel.construct.values import Construction
 from paceline.parallel.dropout.replacements import Masks, _look_up
 from paceline.parallel.placement import Placement
 from paceline.parallel.replicate import Replica
@@ -270,13 +270,13 @@ def vocabulary_gradient_of_own_part() -> Iterator[None]:
 @contextlib.contextmanager
 def start_by_rank() -> Iterator[None]:
     """A model built on its ranks has different initial weights on each."""
-    right = Construction.fill
+    right = Construction.hand_out
 
-    def fill(self: Construction, name: str, device: Any = "cpu") -> Tensor:
-        value = right(self, name, device)
-        return value if dist.get_rank() == 0 or not value.is_floating_point() else value.flip(0)
+    def hand_out(self: Construction, device: Any) -> Iterator[tuple[list[str], Tensor]]:
+        for names, value in right(self, device):
+            yield names, value.flip(0) if dist.get_rank() and value.is_floating_point() else value
 
-    with mock.patch.object(Construction, "fill", fill):
+    with mock.patch.object(Construction, "hand_out", hand_out):
         yield
 
 

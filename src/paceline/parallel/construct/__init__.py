@@ -1,1 +1,1 @@
-"""Builds a model without any rank holding all of it: recorded on the meta device, replayed per tensor."""
+"""Builds a factory's model on rank 0 alone, and hands its tensors out to all ranks, one by one."""

@@ -1,170 +1,133 @@
-"""Builds a model on the meta device, and any one of its tensors for real: no rank holds the whole model.
+"""Builds a factory's model on rank 0, and its structure alone on the other ranks.
 
-A factory's construction is recorded and replayed tensor by tensor:
+Protocol, all ranks together:
 
-1. `construct` runs the factory with everything on the meta device, which costs no memory, and records its
-   reads and writes of memory (`construct/mode.py`).
-2. Every random operation gets a seed from the global seed, the name of the first tensor (in named order) that
-   depends on it, and its number among the operations of that tensor. An operation on which several tensors
-   depend, such as the layer that `nn.TransformerEncoder` copies, thus draws the same for all of them.
-3. `Construction.fill` repeats the operations that one tensor depends on, and no others
-   (`construct/replay.py`).
+1. Rank 0 runs the factory under a seed, on the CPU and by one thread. The other ranks run it without values
+   (`construct/structure.py`), or if that fails, like rank 0.
+2. All compare what they have built. A rank whose model differs runs the factory again, like rank 0.
+3. Every rank moves its model to the meta device, tensor by tensor. Rank 0 keeps the values aside.
+4. Once the model is laid out, rank 0 broadcasts one tensor after the other (`construct/values.py`).
 
-The value of a tensor depends on the seed, its name and its operations. It does not depend on the layout, the
-rank, the device, the tensors filled before, or other tensors of the model. A factory that seeds torch's
-generator itself, or draws from a generator of its own, gets the numbers that it would get without Paceline.
-
-An operation that cannot be replayed is refused by name: PL455 to PL459.
-
-Not collective: every rank runs the same factory with the same seed.
+The values depend on the seed and the factory alone, not on the layout. Host memory: on rank 0 the whole
+model, on other ranks their parts and one tensor. Where a factory cannot run without values, they too hold the
+whole model until step 3, and rank 0 says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import PacelineError
-from paceline.memory.errors import is_out_of_memory
-from paceline.parallel.construct.appearances import recording
-from paceline.parallel.construct.mode import BUILT, META, FactoryRecorder
-from paceline.parallel.construct.record import Kind, Record, StorageWindow
-from paceline.parallel.construct.replay import (
-    ChangedError,
-    LostError,
-    UninitialisedError,
-    replay,
-    seeded_generators,
+from paceline.generators import preserved_generators, seed_generators
+from paceline.parallel.construct.structure import (
+    WithoutValues,
+    describe_modules,
+    describe_tensors,
+    list_held,
+    list_meta_storages,
+    number_windows,
+    read_tensors,
 )
-from paceline.phrases import name_some
+from paceline.parallel.construct.values import Construction, give
+from paceline.phrases import first_line, name_ranks, name_some
 from paceline.seeds import derive_seed
-from paceline.torch_seams.modules import STORES
+from paceline.torch_seams.tensors import identify
 
 log = logging.getLogger(__name__)
 
+_BUILT = "Or pass the built model in place of its factory: rank 0's weights are then used."
 
-@dataclass
-class Construction:
-    """A model on the meta device, and the record from which its tensors are made.
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What one rank has built, as other ranks need to know it.
 
     Attributes:
-        model: complete except for values: names, ties, dtypes, strides, hooks and attributes are those of the
-            eager model.
-        windows: the bytes that each parameter and buffer shows, by full name, persistent or not, and under
-            every name of a shared one. In named order, parameters first.
-        parameters: those of the names that are parameters.
+        tensors: digest of the parameters and buffers.
+        modules: digest of the modules.
+        obstacle: why the model could not be built without values; empty if it was.
+        error: why it could not be built at all.
+        model: what was built; it does not travel.
     """
 
-    model: nn.Module
-    windows: Mapping[str, StorageWindow]
-    parameters: frozenset[str]
-    _record: Record
+    tensors: str = ""
+    modules: str = ""
+    obstacle: str = ""
+    error: PacelineError | None = None
+    model: nn.Module | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The full names of all parameters, then of all buffers."""
-        return tuple(self.windows)
-
-    def fill(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Return the whole initial value of one parameter or buffer, computed anew.
-
-        The bits are the same in any order, for any subset and any number of times. The value is computed on
-        the CPU, also for another device. Memory: that of the tensor and of its operations at a time. Tensors
-        that share memory in the model do not share it here.
-
-        Args:
-            name: one of `names`.
-            device: the device of the result.
-
-        Raises:
-            PacelineError: PL456, PL458, PL459.
-        """
-        window = self.windows[name]
-        what = "parameter" if name in self.parameters else "buffer"
-        try:
-            tensor = replay(self._record, window, len(self._record.ops))
-        except UninitialisedError as error:
-            if what == "parameter":
-                raise uninitialised_error([name]) from None
-            log.warning(
-                "The factory does not write all of the buffer %s: the rest of it starts as zeros.", name
-            )
-            tensor = error.zeroed
-        except LostError:
-            raise lost_error([name]) from None
-        except ChangedError:
-            raise PacelineError(
-                "PL458",
-                saw=f"The {what} {name} comes from a tensor of yours that was changed after the factory ran.",
-                rule="Tensors are made when they are needed, from the data as the factory saw it.",
-                fix="Copy the data in the factory (tensor.clone()), or leave it as it is.",
-            ) from None
-        except (
-            RuntimeError,
-            NotImplementedError,
-            ValueError,
-            TypeError,
-            AssertionError,
-            MemoryError,
-        ) as error:
-            if is_out_of_memory(error):
-                raise PacelineError(
-                    "PL432",
-                    saw=f"Not enough memory for the {what} {name}: {str(error)[:150].rstrip('.')}.",
-                    rule="A rank holds its part of the weights before training starts.",
-                    fix="Use a smaller model, or divide its weights over more ranks with dp_shard or tp.",
-                ) from error
-            raise PacelineError(
-                "PL456",
-                saw=f"The {what} {name} cannot be made: {type(error).__name__}: {error}.",
-                rule="The operations of a factory are recorded on the meta device and repeated on the CPU.",
-                fix=BUILT,
-            ) from error
-        return tensor.to(device)
+    def agrees_with(self, first: _Attempt) -> bool:
+        """Return whether another attempt would be in vain, or is not needed."""
+        is_same = (self.tensors, self.modules) == (first.tensors, first.modules)
+        return bool(self.obstacle) or is_same
 
 
 def construct(
     factory: Callable[[], nn.Module],
     seed: int,
     place: Callable[[nn.Module], object] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Construction:
-    """Run a factory on the meta device.
+    """Build a factory's model; collective.
 
-    torch's, numpy's and Python's generators are seeded for the factory and restored afterwards. Memory: the
-    model's structure, and the data that the factory loads. Tensors that a module keeps as plain attributes
-    are made at once, on the CPU.
+    torch's, numpy's and Python's generators are seeded for the factory and restored afterwards.
 
     Args:
-        factory: builds the model; called once.
+        factory: builds the model; called once on rank 0, and once or twice on the others.
         seed: of all random numbers.
-        place: called with the model afterwards, under the same record: for example to change the dtype.
+        place: called with the model afterwards: for example to change the dtype.
+        group: the ranks; by default, this process alone.
 
     Raises:
-        PacelineError: PL455 to PL459, for operations that cannot be replayed.
+        PacelineError: PL457 to PL459.
     """
-    with seeded_generators(derive_seed(seed, 0, "construction")), recording() as recorder:
-        try:
-            model = factory()
-            if recorder.refused is None and isinstance(model, nn.Module) and place is not None:
-                place(model)
-        except PacelineError:
-            raise
-        except Exception as error:
-            raise PacelineError(
-                "PL457",
-                saw=f"The factory raised {type(error).__name__}: {str(error).rstrip('.')}.",
-                rule="A factory is called with all tensors on the meta device, without their values.",
-                fix=f"Call it directly to see whether it fails without Paceline. If it does not: {BUILT}",
-            ) from error
-    if recorder.refused is not None:
-        raise recorder.refused
-    recorder.check_shared()
+
+    def run() -> nn.Module:
+        model = factory()
+        if isinstance(model, nn.Module) and place is not None:
+            place(model)
+        return model
+
+    seed = derive_seed(seed, 0, "construction")
+    model = _build(run, seed) if group is None else _build_on_ranks(run, seed, group)
+    tensors = read_tensors(model)
+    windows = number_windows(tensors)
+    values = {windows[name]: each.detach() for name, each in tensors.items()}
+    shapes = {number: torch.empty_like(each, device="meta") for number, each in values.items()}
+    for tensor in {id(each): each for each in tensors.values()}.values():
+        give(model, tensor, torch.empty_like(tensor.detach(), device="meta"))
+    return Construction(model, windows, group, values if group is None or group.rank() == 0 else {}, shapes)
+
+
+def _build(run: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a model with its values, and check that it has all of them."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the bits of a matrix product depend on their number
+    try:
+        with _seeded(seed), _marked_memory():
+            model = run()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise PacelineError(
+            "PL457",
+            saw=f"The factory raised {type(error).__name__}: {str(error).rstrip('.')}.",
+            rule="A factory builds the model, on every rank.",
+            fix="Call it directly to see whether it fails without Paceline.",
+        ) from error
+    finally:
+        torch.set_num_threads(num_threads)
     if not isinstance(model, nn.Module):
         raise PacelineError(
             "PL457",
@@ -172,113 +135,137 @@ def construct(
             rule="A factory takes no arguments and returns one nn.Module.",
             fix="Return the model.",
         )
-    return _finish(model, recorder, seed)
+    _check_values(model)
+    return model
 
 
-def uninitialised_error(names: list[str]) -> PacelineError:
-    """Return the error for parameters with memory that nothing wrote."""
-    return PacelineError(
-        "PL459",
-        saw=f"The factory does not write all of {name_some(names)}: its content after construction is "
-        "arbitrary.",
-        rule="Every rank must start with the same weights, so every element of a parameter needs a value.",
-        fix="Initialise it in the factory (torch.zeros, or a function of torch.nn.init).",
-    )
-
-
-def lost_error(names: list[str]) -> PacelineError:
-    """Return the error for tensors whose values the record does not know."""
-    return PacelineError(
-        "PL458",
-        saw=f"The values of {name_some(names)} were not made by the factory while it ran.",
-        rule="A factory makes all of its model's tensors, and not on the meta device, which keeps no values: "
-        "only then can each be made again separately.",
-        fix=f"Build it inside of the factory, and without torch.device('meta'). {BUILT}",
-    )
-
-
-def _finish(model: nn.Module, recorder: FactoryRecorder, seed: int) -> Construction:
-    """Name the windows, seed the random operations, and refuse tensors that cannot be made."""
-    record = recorder.record
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors: dict[str, Tensor] = {**parameters, **buffers}
-    lost = [name for name, t in tensors.items() if is_lazy(t) or not recorder.knows(t)]
+def _check_values(model: nn.Module) -> None:
+    tensors = read_tensors(model)
+    lost = [name for name, each in tensors.items() if is_lazy(each) or each.is_meta or not _is_plain(each)]
     if lost:
-        raise lost_error(lost)
-    windows = {name: recorder.window(tensor) for name, tensor in tensors.items()}
-    attributes = list(_attributes(model, recorder, {id(tensor) for tensor in tensors.values()}))
-    named = {**windows, **{name: recorder.window(tensor) for name, _, _, tensor in attributes}}
-    _seed(record, named, seed)
-    unwritten = [
-        name
-        for name in parameters
-        if all(record.ops[number].kind is Kind.EMPTY for number in record.writers[windows[name].storage])
-        and windows[name].num_bytes
-    ]
-    if unwritten:
-        raise uninitialised_error(unwritten)
-    construction = Construction(model, windows, frozenset(parameters), record)
-    owned = {window.storage for window in windows.values()}
-    for name, holder, key, tensor in attributes:
-        _make_attribute(construction, name, holder, key, recorder.window(tensor), owned)
-    return construction
-
-
-def _seed(record: Record, windows: Mapping[str, StorageWindow], seed: int) -> None:
-    """Seed every random operation that matters by the first name that depends on it."""
-    seen: set[int] = set()
-    lost: list[str] = []
-    for name, window in windows.items():
-        numbers = record.slice([window.storage], len(record.ops), seen)
-        random = [n for n in numbers if record.ops[n].random and record.ops[n].draw is None]
-        for position, number in enumerate(random):
-            record.seeds[number] = derive_seed(seed, position, name)
-        if any(record.ops[n].kind is Kind.LOST for n in numbers):
-            lost.append(name)
-    if lost:
-        raise lost_error(lost)
-
-
-def _attributes(
-    model: nn.Module, recorder: FactoryRecorder, known: set[int]
-) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Yield recorded tensors that are attributes, not parameters or buffers: name, holder, key, tensor."""
-    for prefix, module in model.named_modules():
-        for key, value in list(vars(module).items()):
-            if key not in STORES:
-                name = f"{prefix}.{key}" if prefix else key
-                yield from _held(name, vars(module), key, value, recorder, known)
-
-
-def _held(
-    name: str, holder: Any, key: Any, value: Any, recorder: FactoryRecorder, known: set[int]
-) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Yield the same for one attribute, including tensors inside lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        if value.device == META and id(value) not in known:
-            yield name, holder, key, value
-    elif isinstance(value, (list, tuple, dict)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for inner, item in list(pairs):
-            yield from _held(f"{name}[{inner!r}]", value, inner, item, recorder, known)
-
-
-def _make_attribute(
-    construction: Construction, name: str, holder: Any, key: Any, window: StorageWindow, owned: set[int]
-) -> None:
-    """Replace a tensor that is a plain attribute by its real value."""
-    if window.storage in owned or isinstance(holder, tuple):
         raise PacelineError(
             "PL458",
-            saw=f"{name} is a tensor that "
-            + (
-                "shares its memory with a parameter or buffer."
-                if window.storage in owned
-                else "is in a tuple."
-            ),
-            rule="A tensor that is neither a parameter nor a buffer is made at once, and put in its place.",
-            fix=f"Register it with register_buffer, or keep it in a list. {BUILT}",
+            saw=f"The factory gives {name_some(lost)} no values in dense memory.",
+            rule="A factory makes all of its model's tensors, dense and of torch's own class, and not on the "
+            "meta device.",
+            fix=f"Build them inside of the factory, without torch.device('meta'). {_BUILT}",
         )
-    made = Construction(construction.model, {name: window}, frozenset(), construction._record)
-    holder[key] = made.fill(name)
+    owned = {identify(each.untyped_storage()): name for name, each in tensors.items()}
+    known = set(map(id, tensors.values()))
+    for name, held in list_held(model):
+        if id(held) not in known and (owner := owned.get(identify(held.untyped_storage()))):
+            raise PacelineError(
+                "PL458",
+                saw=f"{name} is a tensor that shares its memory with {owner}.",
+                rule="Parameters and buffers get memory of their own on each rank, which it would not share.",
+                fix=f"Compute it where it is used, or register it with register_buffer. {_BUILT}",
+            )
+    unwritten = [name for name, each in tensors.items() if _has_nan(each)]
+    if parameters := [name for name in unwritten if isinstance(tensors[name], nn.Parameter)]:
+        raise PacelineError(
+            "PL459",
+            saw=f"The factory does not write all of {name_some(parameters)}, or writes NaN: what is left of "
+            "torch.empty is arbitrary.",
+            rule="Every run must start with the same weights, so every element of a parameter needs a value.",
+            fix="Initialise it in the factory (torch.zeros, or a function of torch.nn.init).",
+        )
+    for name in unwritten:
+        log.warning("The factory does not write all of the buffer %s: the rest of it starts as zeros.", name)
+        tensors[name].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    own_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own_class and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    may_have = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
+    return may_have and bool(tensor.isnan().any())
+
+
+# ---- on several ranks
+
+
+def _build_on_ranks(run: Callable[[], nn.Module], seed: int, group: dist.ProcessGroup) -> nn.Module:
+    """Build the model on rank 0, and its structure on the others; raise an error of any rank on all."""
+    own = _attempt(run, seed, "") if group.rank() == 0 else _attempt_without_values(run, seed)
+    found = _gather(own, group)
+    if found[0].error is None and not all(each.agrees_with(found[0]) for each in found):
+        if not own.agrees_with(found[0]):
+            own = _attempt(run, seed, "another model was built without values")
+        found = _gather(own, group)
+    for rank, each in enumerate(found):
+        if each.error is not None:
+            error, where = each.error, f"On rank {rank} alone: " if rank else ""
+            error = PacelineError(error.code, saw=where + error.saw, rule=error.rule, fix=error.fix)
+            error.on_every_rank = True
+            raise error
+    odd = [rank for rank, each in enumerate(found) if each.obstacle]
+    if odd and group.rank() == 0:
+        reason = found[odd[0]].obstacle
+        log.info("factory: %s held the whole model for a moment: %s", name_ranks(odd), reason)
+    assert own.model is not None
+    return own.model
+
+
+def _attempt(run: Callable[[], nn.Module], seed: int, obstacle: str) -> _Attempt:
+    try:
+        return _describe(_build(run, seed), obstacle)
+    except PacelineError as error:
+        return _Attempt(obstacle=obstacle, error=error)
+
+
+def _attempt_without_values(run: Callable[[], nn.Module], seed: int) -> _Attempt:
+    before = list_meta_storages()
+    try:
+        with warnings.catch_warnings(), _seeded(seed), WithoutValues():  # type: ignore[no-untyped-call]
+            warnings.simplefilter("ignore")  # rank 0 shows them
+            model = run()
+        known = {identify(each.untyped_storage()) for each in read_tensors(model).values()} | before.keys()
+        if known.issuperset(list_meta_storages()):
+            return _describe(model, "")
+        obstacle = "it holds a tensor that is neither a parameter nor a buffer"
+        del model
+    except Exception as error:  # of any kind: rank 0 will know whether the factory is to blame
+        obstacle = first_line(error)
+    return _attempt(run, seed, obstacle)
+
+
+def _describe(model: nn.Module, obstacle: str) -> _Attempt:
+    tensors, modules = describe_tensors(read_tensors(model)), describe_modules(model)
+    return _Attempt(_digest(tensors), _digest(modules), obstacle, model=model)
+
+
+def _gather(own: _Attempt, group: dist.ProcessGroup) -> list[_Attempt]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, replace(own, model=None), group=group)
+    return found
+
+
+def _digest(description: str) -> str:
+    return sha256(description.encode()).hexdigest()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's, numpy's and Python's generators of the CPU, and restore them afterwards."""
+    with preserved_generators():
+        seed_generators(seed, torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """Fill new memory with NaN, by which memory that nothing writes is known."""
+    is_on, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)

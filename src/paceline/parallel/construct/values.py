@@ -1,14 +1,14 @@
-"""Puts the values of a construction into its model, tensor by tensor."""
+"""Hands the values of a construction out to all ranks, tensor by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.construct.build import Construction
-from paceline.parallel.construct.record import StorageWindow
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
@@ -16,17 +16,58 @@ from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_
 Cut = Callable[[str, Tensor], Tensor]
 
 
+@dataclass
+class Construction:
+    """A model on the meta device, and on rank 0 its values.
+
+    Attributes:
+        model: complete except for values: names, ties, dtypes, hooks and attributes are the factory's.
+        windows: by full name of a parameter or buffer, a number for the bytes that it shows; in named order,
+            parameters first.
+    """
+
+    model: nn.Module
+    windows: Mapping[str, int]
+    _group: dist.ProcessGroup | None
+    _values: dict[int, Tensor] = field(repr=False)
+    _shapes: dict[int, Tensor] = field(repr=False)
+
+    def hand_out(self, device: torch.device | str) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield names that show the same bytes, and their whole value in memory of its own; once, collective.
+
+        Rank 0 broadcasts each value and drops it.
+
+        Args:
+            device: of the values that are yielded.
+        """
+        names: dict[int, list[str]] = {}
+        for name, number in self.windows.items():
+            names.setdefault(number, []).append(name)
+        for number, shape in self._shapes.items():
+            whole = torch.empty_like(shape, device=device)
+            if (value := self._values.pop(number, None)) is not None:
+                whole.copy_(value)
+                del value
+            if self._group is not None and whole.numel():
+                # All of its memory, since its strides are the same on every rank.
+                memory = torch.empty(0, dtype=torch.uint8, device=device).set_(whole.untyped_storage())
+                dist.broadcast(memory, group=self._group, group_src=0)
+                del memory
+            yield names[number], whole
+            del whole  # before the next one is made
+
+
 def place_values(
     construction: Construction, device: torch.device | str = "cpu", cut: Cut | None = None
 ) -> nn.Module:
-    """Fill every parameter and buffer on the meta device with its value, in place.
+    """Fill every parameter and buffer on the meta device with its value, in place; collective.
 
     `Module.to_empty` would untie tied parameters. Here the tensors stay the same objects, so ties, lists of
     weights (`nn.LSTM`), attributes and hooks of parameters stay as the factory left them. If one parameter is
     all of another's memory, the two share it again. Other overlaps (a buffer that is a row of a parameter)
     get memory of their own, as with `Module.to`.
 
-    Not collective. Memory: one whole tensor, besides the kept parts of earlier ones.
+    Memory: one whole tensor, besides the kept parts of earlier ones.
 
     Args:
         construction: its model may have been laid out since, as long as names are unchanged.
@@ -40,31 +81,15 @@ def place_values(
     model = construction.model
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    done: set[int] = set()
-    values: dict[StorageWindow, Tensor] = {}
-    shared = _count(construction, tensors)
-    for name, tensor in tensors.items():
-        if tensor.device.type != "meta" or id(tensor) in done:
-            continue
-        done.add(id(tensor))
-        window = construction.windows[name]
-        value = values.get(window)
-        if value is None:
-            value = construction.fill(name, device)
-            if cut is not None:
-                value = _keep_alone(cut(name, value))
-        if shared[window] > 1:
-            values[window] = value
-        _give(model, tensor, value)
+    for names, whole in construction.hand_out(device):
+        empty = {id(tensors[name]): name for name in reversed(names) if tensors[name].is_meta}
+        value: Tensor | None = None
+        for name in reversed(empty.values()):
+            if value is None:
+                value = whole if cut is None else _keep_alone(cut(name, whole))
+            give(model, tensors[name], value)
+        del whole, value
     return model
-
-
-def _count(construction: Construction, tensors: dict[str, Tensor]) -> dict[StorageWindow, int]:
-    """Count the different tensors that show the same bytes."""
-    owners: dict[StorageWindow, set[int]] = {}
-    for name, tensor in tensors.items():
-        owners.setdefault(construction.windows[name], set()).add(id(tensor))
-    return {window: len(ids) for window, ids in owners.items()}
 
 
 def _keep_alone(value: Tensor) -> Tensor:
@@ -73,7 +98,7 @@ def _keep_alone(value: Tensor) -> Tensor:
     return value.clone() if too_much else value
 
 
-def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
+def give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
     """Turn a tensor on the meta device into the one with the value."""
     if isinstance(tensor, nn.Parameter):
         real: Tensor = nn.Parameter(value, requires_grad=tensor.requires_grad)
