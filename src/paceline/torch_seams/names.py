@@ -270,8 +270,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         ),
         TorchName("torch._foreach_add_", "adds by one kernel"),
         TorchName("torch._foreach_mul_", "multiplies by one kernel"),
-        TorchName("torch._neg_view", "rebuilds a view that was recorded"),
-        TorchName("torch._C._nn._parse_to", "reads the arguments of Tensor.to as torch does"),
         TorchName("torch._fused_sdp_choice", "finds out whether a kernel takes shared heads"),
         TorchName(
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
@@ -382,10 +380,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         ),
     ),
     "tensors": (
-        TorchName(
-            "torch.Tensor._reduce_ex_internal",
-            "pickling is recognised by its frame, so that a recorded tensor is refused and not read",
-        ),
         TorchName("torch.Tensor._version", "finds writes in place"),
         TorchName("torch.Tensor._base", "finds views"),
         TorchName("torch.UntypedStorage._cdata", "identifies a storage", "data_ptr is 0 on meta"),

@@ -43,16 +43,6 @@ def multiply_each(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def view_negated(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor with the opposite sign."""
-    return torch._neg_view(tensor)
-
-
-def parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Return device, dtype, non_blocking and memory format from the arguments of a call to `Tensor.to`."""
-    return torch._C._nn._parse_to(*args, **kwargs)
-
-
 def apply_safe_softmax(scores: Tensor) -> Tensor:
     """Return the softmax along the last dimension; a row of -inf gives zeros."""
     weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
 import torch
@@ -49,8 +48,3 @@ def set_hooks(tensor: Tensor, hooks: Any) -> None:
 def read_accumulate_hooks(tensor: Tensor) -> dict[int, Any]:
     """Return the hooks of `register_post_accumulate_grad_hook`."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-
-
-def is_pickling(frame: FrameType) -> bool:
-    """Return whether torch reduces a tensor for pickle in this frame."""
-    return frame.f_code is Tensor._reduce_ex_internal.__code__
