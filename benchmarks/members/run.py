@@ -202,12 +202,6 @@ class Node:
     def failed(self, error: PacelineError) -> None:
         raise error
 
-    def put_out(self, evidence: str) -> None:
-        pass
-
-    def kept(self, why: str) -> None:
-        pass
-
 
 def run_nodes(count: int, port: int, *, founds: bool) -> float:
     """Run so many launchers in this process, and return its computing per second once all train together."""

@@ -24,12 +24,6 @@ def add_membership_flags(parser: argparse._ActionsContainer) -> None:
         help="where rounds are recorded, so that only one of two disconnected parts goes on: "
         "etcd://HOST:PORT or a folder",
     )
-    parser.add_argument(
-        "--evict-slow",
-        type=float,
-        metavar="S",
-        help="put a node out of the job if others have waited for its ranks for S seconds (default: never)",
-    )
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +51,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_node_flags(args: argparse.Namespace) -> None:
     """Raise PL607 for flags of several nodes without `--nnodes`."""
-    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "evict_slow", "max_restarts"):
+    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "max_restarts"):
         value = getattr(args, flag)
         if value is not None:
             raise PacelineError(
@@ -109,7 +103,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
         words += [] if args.witness is None else ["--witness", args.witness]
     words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
-    for flag in ("grace_s", "evict_slow", "profile", "profile_after", "profile_steps"):
+    for flag in ("grace_s", "profile", "profile_after", "profile_steps"):
         value = getattr(args, flag)
         words += [] if value is None else [_spell(flag), str(value)]
     words += [_spell(flag) for flag in ("keep_alive", "no_watch", "json") if getattr(args, flag)]

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.launching.elastic.network import choose_rendezvous, describe_place, read_place
-from paceline.launching.eviction import check_eviction, watch_for_eviction
 from paceline.launching.job import ScriptJob, watching
 from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
@@ -78,7 +77,6 @@ def run_script(
         _join(flags, script, place, threads)
     with raise_on_signals() as check_signals:
         choose_rendezvous(flags, place, os.environ)
-        check_eviction(flags, watcher)
         flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
         _set_threads(int(flags.nproc_per_node), threads)
         _set_grace(flags)
@@ -303,11 +301,9 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
 
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
-            job.rounds.on_put_out = stop.put_out
             config, command, args = _configure(job)
             check_signals()  # a signal before `stop` took over may have been swallowed by an import
             _record(job, config)
-            watch_for_eviction(flags.evict_slow, job.watcher, job.rounds)
             with watching(job.watcher, job.folder, ranks, job.rounds):
                 stop.supervise(start_thread(work), job.pump, job.watcher)
         judge(job, ranks, outcome[0] if outcome else None, stop)

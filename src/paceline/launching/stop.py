@@ -155,7 +155,6 @@ class Stop:
     Normally the agent passes the signal on. If it waits for an unreachable store, this class does.
 
     Attributes:
-        evidence: why this node was put out of its job; empty if it was not.
         num_killed: the number of ranks that were killed.
         lost: whether the pump was killed.
     """
@@ -167,7 +166,6 @@ class Stop:
         self._hangup = hangup
         self._asked_s = 0.0
         self._is_urgent = False
-        self.evidence = ""
         self.num_killed = 0
         self.lost = False
 
@@ -179,12 +177,6 @@ class Stop:
             self._rounds.ask(self._hangup if number == signal.SIGHUP else number)
         elif number == signal.SIGINT and now - self._asked_s > _SECOND_AFTER_S:
             self._is_urgent = True
-
-    def put_out(self, evidence: str) -> None:
-        """Stop as by SIGTERM, because this node is put out of its job."""
-        if self._rounds.asked is None:
-            self.evidence = evidence
-            self.take(signal.SIGTERM, None)
 
     def supervise(self, agent: threading.Thread, pump: Pump | None, watcher: Watcher | None = None) -> None:
         """Wait until the agent ends, or until the ranks end after a signal or a watcher's verdict."""

@@ -22,7 +22,6 @@ from paceline.launching.ending.endings import (
 )
 from paceline.launching.ending.memory import describe_kill, explain_kill
 from paceline.launching.ending.trace import find_last
-from paceline.launching.eviction import put_out_error
 from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
 from paceline.launching.stop import Interrupted, Stop
@@ -72,8 +71,6 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
     if job.rounds.asked is not None:
         if cause is not None and not cause.follower and cause.kind == "error":
             raise _fail(job, ranks, cause)
-        if stop.evidence:
-            raise put_out_error(stop.evidence)
         raise job.stop_error(job.rounds.asked, stop.num_killed)
     _warn_late_settings(job)
     if cause is None:

@@ -119,7 +119,6 @@ class Watcher(Protocol):
             `note_error`, a `NoteError`.
         final_message: the verdict that ends the job, or `None`.
         other_places: the places of the other ranks when the first one failed.
-        can_find_slow_nodes: whether `find_slow_node` has an effect.
     """
 
     @property
@@ -128,16 +127,6 @@ class Watcher(Protocol):
     def final_message(self) -> WatchMessage | None: ...
     @property
     def other_places(self) -> str: ...
-    @property
-    def can_find_slow_nodes(self) -> bool: ...
-
-    def find_slow_node(self, least_s: float, report: Callable[[tuple[int, ...], str], None]) -> None:
-        """Report this node's slow ranks, with the evidence, once other nodes have waited for so long.
-
-        Args:
-            least_s: seconds for which others have waited for these ranks.
-            report: called in a thread of the watcher, repeatedly while they are slow.
-        """
 
     def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Start to watch.

@@ -72,16 +72,6 @@ class RecordingWatcher:
         """The places of the other ranks, as the inner watcher has them."""
         return "" if self._inner is None else self._inner.other_places
 
-    @property
-    def can_find_slow_nodes(self) -> bool:
-        """Whether the inner watcher does."""
-        return self._inner is not None and self._inner.can_find_slow_nodes
-
-    def find_slow_node(self, least_s: float, report: Callable[[tuple[int, ...], str], None]) -> None:
-        """Make the inner watcher report this node's slow ranks."""
-        if self._inner is not None:
-            self._inner.find_slow_node(least_s, report)
-
     def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Leave the settings for the ranks, and start to watch."""
         watch = "" if self._inner is None else self._inner.entry

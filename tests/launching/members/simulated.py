@@ -176,8 +176,6 @@ class Launcher:
         self.num_ticks = 0
         self.losses: list[str] = []
         self.errors: list[PacelineError] = []
-        self.evidence = ""  # for which it was put out
-        self.reasons: list[str] = []  # why it stays although it is slow
         self._links: dict[int, tuple[Launcher, int]] = {}
         self._held: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
@@ -261,17 +259,6 @@ class Launcher:
 
     def failed(self, error: PacelineError) -> None:
         self.errors.append(error)
-
-    def put_out(self, evidence: str) -> None:
-        self.evidence = evidence
-        self.do(self._leave)
-
-    def _leave(self) -> None:
-        self.inner.leave()
-        self.kill()
-
-    def kept(self, why: str) -> None:
-        self.reasons.append(why)
 
     # ---- the links
 

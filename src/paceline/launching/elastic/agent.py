@@ -83,12 +83,10 @@ def run_agent(
     handler, master = build_rendezvous(
         config, meeting, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
     )
-    if isinstance(handler, MembersRendezvous):
-        handler.on_put_out, rounds.report_slow = rounds.on_put_out, handler.report_slow
-        if handler.is_elastic:
-            log.info("%s", meeting.waits)
-            if rounds.leaves is not None:
-                note_goes_on(os.environ, rounds.leaves)
+    if isinstance(handler, MembersRendezvous) and handler.is_elastic:
+        log.info("%s", meeting.waits)
+        if rounds.leaves is not None:
+            note_goes_on(os.environ, rounds.leaves)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
         "role": config.role,

@@ -73,14 +73,12 @@ class MembersRendezvous(RendezvousHandler):
     ) -> None:
         self._terms, self._waits, self._address = terms, waits, address
         self._on_loss, self._is_asked = on_loss, is_asked
-        self.on_put_out: Callable[[str], None] = lambda evidence: None
         self.is_elastic = is_elastic
         self._changed = threading.Condition()
         self._formed: NodeWorld | None = None
         self._error: PacelineError | None = None
         self._is_closed = self._has_failed = self._has_finished = False
         self._has_trained = self._has_warned = self._has_warned_of_twins = False
-        self._told = set[str]()
         self._store: TCPStore | None = None
         self.news: str | None = None
         self.lost = False
@@ -166,10 +164,6 @@ class MembersRendezvous(RendezvousHandler):
     def announce_leave(self) -> None:
         """Announce that this node leaves; its ranks may still take part in a last step of all."""
         self._wire.post(self._membership.leave)
-
-    def report_slow(self, ranks: tuple[int, ...], evidence: str) -> None:
-        """Ask the job to put this node out, because its ranks are slow."""
-        self._wire.post(lambda: self._membership.report_slow(ranks, evidence))
 
     def leave(self) -> None:
         """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
@@ -296,14 +290,6 @@ class MembersRendezvous(RendezvousHandler):
         with self._changed:
             self._is_closed, self._has_failed = True, failed
             self._changed.notify_all()
-
-    def put_out(self, evidence: str) -> None:
-        self.on_put_out(evidence)
-
-    def kept(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            log.warning("this node is slow, and stays in the job (--evict-slow): %s", why)
 
     def failed(self, error: PacelineError) -> None:
         with self._changed:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from paceline.errors import PacelineError
 from paceline.launching.members import reports
 from paceline.launching.members.contacts import Contacts, MemberLinks, place_of
-from paceline.launching.members.eviction import Evictions
 from paceline.launching.members.records import (
     Address,
     Agent,
@@ -94,7 +93,7 @@ class Knowledge:
         self._lost: dict[str, Lost] = {}
         self._proposal: Proposal | None = None
         self._beats, self._refusals = 0, set[str]()
-        self._evictions, self._refused = Evictions(), set[str]()
+        self._refused = set[str]()
         if noted is not None:  # this launcher has the port of the one before it
             self._dead |= {member.key for member in noted.members if place_of(member) == place_of(me)}
             self._seeks_until_s = now + waits.probe_s

@@ -30,8 +30,6 @@ This file does no input or output: `wire.py` carries its messages, and tests dri
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import asdict
 
 from paceline.launching.members import reports
 from paceline.launching.members.contacts import place_of
@@ -94,15 +92,6 @@ class Membership(Rounds):
             self._links.send(link, {"kind": "leave"})
         self._has_left = not self._is_closed
         self._is_closed = True
-
-    def report_slow(self, ranks: Collection[int], evidence: str) -> None:
-        """Ask the leader to put this node out of the job, because its ranks are slow."""
-        if not self._runs(self.me.key) or self._is_closed:
-            return
-        if self.role == "following" and self._up is not None:
-            self._links.send(self._up, {"kind": "slow", "ranks": sorted(ranks), "evidence": evidence})
-        elif self.role == "leading" and (why := self._judge_slow(self.me, ranks, evidence)):
-            self._agent.kept(why)
 
     # ---- events of the links
 
@@ -340,10 +329,6 @@ class Membership(Rounds):
         elif kind == "leave":
             self._dead.add(leader.key)
             self._lose_leader("it was asked to leave", now, left=True)
-        elif kind == "put out":
-            self._note_slow(Member(**message["member"]), message["ranks"], message["evidence"])
-        elif kind == "kept":
-            self._agent.kept(str(message["why"]))
         elif kind in ("answer", "refuse"):  # it does not lead any more, or not this job
             if kind == "answer":
                 self._learn(up, message, now)
@@ -417,34 +402,12 @@ class Membership(Rounds):
             peer.is_done = True
         elif kind == "close":
             self._close(failed=True)
-        elif kind == "slow":
-            if why := self._judge_slow(peer.member, message["ranks"], message["evidence"]):
-                self._links.send(peer.link, {"kind": "kept", "why": why})
         elif kind == "leave":
             self._dead.add(peer.member.key)
             self._links.close(peer.link)
             self._lose(peer, "it was asked to leave", now, left=True)
         if kind != "beat" and not self._is_closed and self.role == "leading":
             self._lead_on(now)
-
-    def _judge_slow(self, member: Member, ranks: Collection[int], evidence: str) -> str | None:
-        """Put a slow node out, or return why it stays."""
-        world = self.world
-        if world is None or not self._runs(member.key):
-            return None
-        why = self._evictions.refuse(member, ranks, world, self._present(), self.terms.least)
-        if why is None:
-            words = {"member": asdict(member), "ranks": sorted(ranks), "evidence": evidence}
-            self._links.send_all(self._peers, {"kind": "put out", **words})
-            self._note_slow(member, ranks, evidence)
-        return why
-
-    def _note_slow(self, member: Member, ranks: Collection[int], evidence: str) -> None:
-        self._evictions.note(member, ranks, 0 if self.world is None else self.world.round)
-        if member.key == self.me.key:
-            self._agent.put_out(evidence)
-        else:
-            log.warning("%s is put out of the job, because it is slow: %s", member, evidence)
 
     def _lose(self, peer: Peer, why: str, now: float, *, left: bool = False, is_silent: bool = False) -> None:
         self._peers.pop(peer.link, None)

@@ -30,12 +30,6 @@ class Agent(Protocol):
     def failed(self, error: PacelineError) -> None:
         """Stop waiting for a round, with this error."""
 
-    def put_out(self, evidence: str) -> None:
-        """Leave the job, because this node is slow."""
-
-    def kept(self, why: str) -> None:
-        """Take note that this node is slow, and stays in the job."""
-
 
 @dataclass(frozen=True)
 class Terms:

@@ -349,8 +349,6 @@ class Attempts:
         on_restart: called when the ranks of a round have been stopped, with the restarts that are left, and
             with the reason if the nodes have changed.
         may_be_consequence: returns whether all failures of ranks may have their cause on another node.
-        report_slow: reports this node's slow ranks to its job, with the evidence.
-        on_put_out: called with the evidence if this node is put out of its job.
     """
 
     def __init__(self) -> None:
@@ -360,8 +358,6 @@ class Attempts:
         self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
         self.on_restart: Callable[[int, str | None], None] = lambda remaining, news: None
         self.may_be_consequence: Callable[[], bool] = lambda: True
-        self.report_slow: Callable[[tuple[int, ...], str], None] = lambda ranks, evidence: None
-        self.on_put_out: Callable[[str], None] = lambda evidence: None
 
     def ask(self, number: int) -> None:
         """Note the signal that ends the job."""

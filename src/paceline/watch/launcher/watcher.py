@@ -32,7 +32,6 @@ from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import build_message, render_place
 from paceline.watch.reasoning.slow import SlowRanks
-from paceline.watch.reasoning.slow_node import SlowTime
 
 # How often the ranks' processes are polled. While collectives arrive, ranks evidently work and are polled
 # less often, unless a verdict could then be due before two polls after the last collective.
@@ -59,7 +58,6 @@ class RankWatcher:
     """
 
     entry = "paceline.watch.rank.reporter:begin"
-    can_find_slow_nodes = True
 
     def __init__(
         self, hang_after_s: float, *, keep_alive: bool, report: Callable[[WatchMessage], None]
@@ -81,8 +79,7 @@ class RankWatcher:
         self._was_stuck = False
         self._suspicion = Suspicion()
         self._not_finite = FirstNotFinite()
-        self._build_slow: Callable[[], SlowRanks] = partial(SlowRanks, _read_source)
-        self._slow = self._build_slow()
+        self._slow = SlowRanks(_read_source)
         self._board: NodeBoard | None = None
         self._has_announced = False
         self._ends = threading.Event()
@@ -90,11 +87,6 @@ class RankWatcher:
         self._has_explained = threading.Event()
         self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
-
-    def find_slow_node(self, least_s: float, report: Callable[[tuple[int, ...], str], None]) -> None:
-        """Report this node's slow ranks, with the evidence, once others have waited for them for so long."""
-        self._build_slow = lambda: SlowRanks(_read_source, SlowTime(least_s), report)
-        self._slow = self._build_slow()
 
     def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Start the thread; ranks that start from now on find the socket."""
@@ -109,7 +101,7 @@ class RankWatcher:
         self._failed.clear()
         self._has_explained.clear()
         self._not_finite = FirstNotFinite()
-        self._slow = self._build_slow()
+        self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
         self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
         if self._board is not None:

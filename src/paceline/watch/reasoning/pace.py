@@ -143,11 +143,6 @@ class PaceBook:
         self._histories: dict[int, _History] = {}
         self._frames: dict[Frame, Frame] = {}
 
-    @property
-    def own_ranks(self) -> set[int]:
-        """The ranks of this node."""
-        return {rank for rank, history in self._histories.items() if history.is_own}
-
     def note_beat(self, beat: Beat, now_s: float) -> None:
         """Add a beat of a rank of this node."""
         history = self._histories.setdefault(beat.rank, _History())

@@ -18,7 +18,6 @@ from paceline.watch.protocol.report import Frame, PlaceTime, SharedPlace, Verdic
 from paceline.watch.protocol.words import name_line, name_place, own_frames, pick, to_plural
 from paceline.watch.reasoning.activity import find_activity, find_distributed
 from paceline.watch.reasoning.pace import PaceBook, Slow
-from paceline.watch.reasoning.slow_node import SlowTime
 from paceline.watch.reasoning.source import Source
 
 # The innermost function with this share of the slow rank's excess is named.
@@ -277,18 +276,10 @@ class SlowRanks:
 
     Args:
         read_source: returns the lines of a file.
-        node_time: of this node, if it may be put out of its job.
-        on_slow_node: called with the slow ranks, and the evidence, at each reading from that time on.
     """
 
-    def __init__(
-        self,
-        read_source: Callable[[str], Sequence[str]],
-        node_time: SlowTime | None = None,
-        on_slow_node: Callable[[tuple[int, ...], str], None] = lambda ranks, evidence: None,
-    ) -> None:
+    def __init__(self, read_source: Callable[[str], Sequence[str]]) -> None:
         self.book = PaceBook()
-        self._node_time, self._on_slow_node = node_time, on_slow_node
         self._source = Source(read_source)
         self._reported: dict[int, tuple[float, set[tuple[Frame, ...]]]] = {}
         self._polled_s = 0.0
@@ -301,16 +292,11 @@ class SlowRanks:
             now_s: the time.
             late_s: the maximum delay of what other nodes publish.
         """
-        has_reported_all = self._num_reported >= _MOST
-        if now_s - self._polled_s < _EVERY_S or (has_reported_all and self._node_time is None):
+        if now_s - self._polled_s < _EVERY_S or self._num_reported >= _MOST:
             return None
         self._polled_s = now_s
         ends_s = now_s - late_s
-        now_slow = self.book.find_slow(ends_s)
-        self._report_node(now_slow, now_s, ends_s)
-        if has_reported_all:
-            return None
-        found = [(slow, self._find_spot(slow, ends_s)) for slow in now_slow]
+        found = [(slow, self._find_spot(slow, ends_s)) for slow in self.book.find_slow(ends_s)]
         found = [(slow, spot) for slow, spot in found if self._is_new(slow.rank, spot, now_s)]
         if not found:
             return None
@@ -322,16 +308,6 @@ class SlowRanks:
         self._num_reported += 1
         waits = [self.book.places(rank, first.window_s, ends_s) for rank in first.waiting]
         return build_message(same, spot, [place for places in waits for place in places])
-
-    def _report_node(self, found: Sequence[Slow], now_s: float, ends_s: float) -> None:
-        if self._node_time is None:
-            return
-        slow = self._node_time.read(found, self.book.own_ranks, now_s)
-        if slow:
-            first = slow[0]
-            message = build_message([first], self._find_spot(first, ends_s), [])
-            evidence = f"for {self._node_time.seconds(now_s):.0f} s, {message.headline}"
-            self._on_slow_node(tuple(each.rank for each in slow), evidence)
 
     def _find_spot(self, slow: Slow, ends_s: float) -> SlowSpot:
         own = self.book.places(slow.rank, slow.window_s, ends_s)
