@@ -20,7 +20,7 @@ from paceline.train.trainer import Trainer
 from paceline.world import start
 
 # Compared otherwise (models and optimizers by what they are), or only about what rank 0 writes.
-NOT_LISTED = {"model", "optimizer", "keep", "tensorboard", "tokens_per_sample", "peak_flops"}
+NOT_LISTED = {"optimizer", "keep", "tensorboard", "tokens_per_sample", "peak_flops"}
 
 
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

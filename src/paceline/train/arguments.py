@@ -227,8 +227,9 @@ class Arguments:
             each.name: describe_code(each.value) if each.is_code else str(each.value)
             for each in self._list_settings(layout)
         }
-        kinds = {True: "a module", False: "a factory"}
-        found |= {f"model {name}": kinds[isinstance(each, nn.Module)] for name, each in self.models.items()}
+        kinds = {True: "a module", False: "a factory"}  # which only rank 0 builds
+        models = {name: kinds[isinstance(each, nn.Module)] for name, each in self.models.items()}
+        found["model"] = ", ".join(models.values()) if len(models) == 1 else str(models)
         if is_file(layout.schedule):  # one name may stand for different lists on different nodes
             text = str(read_list(Path(layout.schedule)))
             found["list of actions"] = f"{layout.schedule} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
