@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.torch_seams.dispatch import TorchDispatchMode, read_schema
 from paceline.torch_seams.modules import STORES
@@ -61,8 +62,9 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 def list_meta_storages() -> dict[int, Tensor]:
     """Return tensors on the meta device that this process holds, one for each storage."""
     gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    return {identify(each.untyped_storage()): each for each in found if each.is_meta}
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
+    dense = [each for each in found if each.is_meta and each.layout is torch.strided]
+    return {identify(each.untyped_storage()): each for each in dense}
 
 
 def read_tensors(model: nn.Module) -> dict[str, Tensor]:
