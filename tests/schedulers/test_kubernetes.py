@@ -23,12 +23,24 @@ JOBS: list[dict[str, Any]] = [
     {"gpus_per_node": 8, "nproc_per_node": 8, "mem": "200Gi", "cpus_per_node": 96, "interface": "eth0"},
     {"nodes": Nodes(2, 4), "workdir": "/code", "volumes": ("data:/data", "runs:/runs"), "shm": "64Gi"},
     {"target": Target("recipes/gpt.toml", ("--set", "train.steps=9", "it's", "a b"))},
+    {
+        "options": (
+            "ttl=60",
+            "node-selector=pool=gpu",
+            "toleration=nvidia.com/gpu:NoSchedule",
+            "toleration=pool=train:NoExecute",
+            "priority-class=high",
+            "pull-secret=registry",
+            "service-account=trainer",
+            "queue=team",
+        )
+    },
 ]
 KINDS = ["job", "jobset", "trainjob"]
 RENDERED = {
-    "job": ["Service", "Job"],
-    "jobset": ["JobSet"],
-    "trainjob": ["TrainingRuntime", "TrainJob"],
+    "job": ["NetworkPolicy", "Service", "Job"],
+    "jobset": ["NetworkPolicy", "JobSet"],
+    "trainjob": ["NetworkPolicy", "TrainingRuntime", "TrainJob"],
 }
 
 
@@ -38,7 +50,7 @@ def build(kind: str, **options: Any) -> KubernetesJob:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe"])
+@pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe", "options"])
 def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -> None:
     job = build(kind, **options)
     read = list(yaml.safe_load_all(render_kubernetes(job)))
@@ -50,7 +62,7 @@ def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -
 def find_job(documents: list[dict[str, Any]]) -> dict[str, Any]:
     spec = documents[-1]["spec"]
     if "runtimeRef" in spec:
-        spec = documents[0]["spec"]["template"]["spec"]
+        spec = documents[-2]["spec"]["template"]["spec"]
     return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
@@ -94,8 +106,8 @@ def test_the_schema_of_a_trainjob_finds_mistakes(name: str) -> None:
 def test_a_trainjob_runs_what_a_jobset_would() -> None:
     """Its controller puts the TrainJob's fields into the container `node` of the runtime."""
     options = JOBS[1]
-    runtime, job = build_documents(build("trainjob", **options))
-    (jobset,) = build_documents(build("jobset", **options))
+    _, runtime, job = build_documents(build("trainjob", **options))
+    _, jobset = build_documents(build("jobset", **options))
     trainer = dict(job["spec"]["trainer"])
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert trainer.pop("numNodes") == runtime["spec"]["mlPolicy"]["numNodes"] == 2
@@ -127,7 +139,7 @@ def test_a_kind_without_a_schema_is_a_fault() -> None:
     ],
 )
 def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
-    """It waits for the first pod's name, and becomes the launcher."""
+    """It waits for the first pod's name, for a limited time, and becomes the launcher."""
     programs = {
         "getent": f'[ "$2" = {first} ] && [ -e known ] || {{ touch known; exit 2; }}',
         "paceline": 'printf "%s\\n" $$ "$@"',
@@ -158,10 +170,62 @@ def test_a_stopped_pod_is_made_again_and_not_counted(kind: str) -> None:
     stopped = [rule for rule in rules if 75 in rule.get("onExitCodes", {}).get("values", [])]
     assert [rule["action"] for rule in stopped] == ["Ignore" if kind == "job" else "FailJob"]
     if kind != "job":
-        spec = documents[0]["spec"]
+        spec = documents[1]["spec"]
         (rule,) = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]["rules"]
         assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
         assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_pass_the_restricted_standard(kind: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
+    pod = find_job(build_documents(build(kind)))["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert {key for volume in pod["volumes"] for key in volume} <= {
+        "name",
+        "emptyDir",
+        "persistentVolumeClaim",
+    }
+    for container in pod["containers"]:
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_pod_requests_what_it_needs_and_limits_what_was_given() -> None:
+    def find(**options: Any) -> Any:
+        job = find_job(build_documents(build("job", **options)))
+        return job["template"]["spec"]["containers"][0]["resources"]
+
+    assert find(nproc_per_node=2) == {"requests": {"cpu": "2", "memory": "16384Mi"}}
+    limits = {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "1"}
+    assert find(cpus_per_node=4, mem="64Gi", gpus_per_node=1) == {"requests": limits, "limits": limits}
+
+
+def test_options_reach_the_pods() -> None:
+    documents = build_documents(build("job", **JOBS[-1]))
+    job = documents[-1]
+    pod = job["spec"]["template"]["spec"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert job["spec"]["ttlSecondsAfterFinished"] == 60
+    assert pod["nodeSelector"] == {"pool": "gpu"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "pool", "operator": "Equal", "value": "train", "effect": "NoExecute"},
+    ]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("high", "trainer")
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_a_run_without_a_volume_is_lost_with_its_pod(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "kubernetes", "--nodes", "2", "--image", "x"]
+    assert main([*words, "My_Train.py"]) == 0
+    assert "without --volume" in capsys.readouterr().err
+    assert main([*words, "--volume", "runs:/runs", "My_Train.py"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture
@@ -176,7 +240,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "kubernetes", "--nodes", "2", "--image", "x", "My_Train.py"]) == 0
     text = capsys.readouterr().out
-    assert yaml.safe_load(text)["metadata"]["name"] == "my-train"
+    assert list(yaml.safe_load_all(text))[-1]["metadata"]["name"] == "my-train"
     assert "hf_secret" not in text, "nothing of the environment is rendered"
     (folder / "kubectl").write_text('#!/bin/sh\n[ "$1 $2" = "create -f" ] && echo created\n')
     (folder / "kubectl").chmod(0o755)
@@ -196,6 +260,10 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--shm", "lots"], "PL369", "--shm 'lots'"),
         (["--volume", "data"], "PL369", "--volume 'data'"),
         (["--image", "a b"], "PL369", "--image 'a b'"),
+        (["--mem", "8Gi"], "PL369", "--shm 8Gi in --mem 8Gi"),
+        (["--user", "0"], "PL369", "--user 0"),
+        (["--option", "spot=yes"], "PL369", "--option 'spot=yes'"),
+        (["--option", "toleration=gpu"], "PL369", "--option 'toleration=gpu'"),
         (["--grace-s", "5"], "PL366", "--grace-s 5"),
         (["--submit"], "PL367", "kubectl is not on this machine's PATH"),
     ],

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -82,6 +83,17 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--shm", default="8Gi", metavar="SIZE", help="size of /dev/shm (default 8Gi)")
     parser.add_argument(
         "--volume", action="append", default=[], metavar="CLAIM:PATH", help="mount a persistent volume claim"
+    )
+    parser.add_argument(
+        "--user", type=int, default=1000, metavar="UID", help="user that the pods run as (default 1000)"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="ttl=SECONDS (default a week), node-selector=KEY=VALUE, toleration=KEY[=VALUE]:EFFECT, "
+        "priority-class=NAME, pull-secret=NAME, service-account=NAME, queue=NAME (of Kueue); may be repeated",
     )
     _add_target(parser)
     parser.set_defaults(run=run_kubernetes)
@@ -162,10 +174,18 @@ def run_kubernetes(args: argparse.Namespace) -> int:
         mem=args.mem,
         shm=args.shm,
         volumes=tuple(args.volume),
+        user=args.user,
+        options=tuple(args.option),
         interface=args.interface,
         grace_s=args.grace_s,
     )
-    return _deliver(args, render_kubernetes(job), MARK, f"{job.name}.yaml", "kubectl", ["create", "-f"])
+    text = render_kubernetes(job)
+    if not job.volumes:
+        print_remark(
+            "without --volume, all that the pods write lies in their containers and is lost with them, "
+            "checkpoints included."
+        )
+    return _deliver(args, text, MARK, f"{job.name}.yaml", "kubectl", ["create", "-f"])
 
 
 def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:

@@ -10,6 +10,9 @@
   makes the same JobSet. The runtime has no policy for torch: with one, the controller would set torchrun's
   variables beside the launcher's flags.
 
+Pods pass the Pod Security standard `restricted`, and a NetworkPolicy admits only pods of the same job: the
+ports of torch's store and of gloo have no authentication.
+
 They follow the documentation of batch/v1 (`podFailurePolicy`) and jobset.x-k8s.io/v1alpha2 (`failurePolicy`),
 and the types of trainer.kubeflow.org/v1alpha1.
 """
@@ -17,7 +20,9 @@ and the types of trainer.kubeflow.org/v1alpha1.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
@@ -29,7 +34,23 @@ from paceline.schedulers.yaml_text import dump_yaml
 MARK = "Rendered by `paceline launch"
 # JobSet appends "-node-0-NNNNN", and a name has 63 letters at most.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
-_SIZE = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?")
+_UNITS = {"": 1, **{f"{x}i": 1024**n for n, x in enumerate("KMGT", 1)}}
+_UNITS |= {x: 1000**n for n, x in enumerate("kMGT", 1)}
+_LABEL, _QUEUE = "app.kubernetes.io/name", "kueue.x-k8s.io/queue-name"
+_OPTIONS = {
+    "ttl": r"[0-9]{1,9}",
+    "node-selector": r"[^=\s]+=[^=\s]*",
+    "toleration": r"[^=:\s]+(=[^=:\s]*)?:(NoSchedule|PreferNoSchedule|NoExecute)",
+    "priority-class": r"[a-z0-9][a-z0-9.-]*",
+    "pull-secret": r"[a-z0-9][a-z0-9.-]*",
+    "service-account": r"[a-z0-9][a-z0-9.-]*",
+    "queue": r"[a-z0-9][a-z0-9.-]*",
+}
+_TTL_S = 7 * 24 * 3600
+# Without --mem, a rank requests this much beside /dev/shm: torch itself takes about 0.3 GB.
+_RANK_GIB = 4
+_WAIT_S = 600
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 _VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^\s:]*)")
 _PORT = 29500
@@ -49,11 +70,13 @@ class KubernetesJob:
         image: the container image, with Paceline.
         workdir: the folder to run in; None: the image's.
         gpus_per_node: GPUs of each pod; 0 for none.
-        cpus_per_node: cores of each pod; None for no request.
-        mem: memory of each pod; None for no request.
-        shm: the size of /dev/shm, which loader workers and NCCL use.
+        cpus_per_node: cores of each pod; None requests one for each rank, without a limit.
+        mem: memory of each pod; None requests 4 GiB for each rank beside `shm`, without a limit.
+        shm: the size of /dev/shm, which loader workers and NCCL use; it counts as memory of the pod.
         volumes: claims to mount, as `CLAIM:/path`.
         interface: the network interface between pods, or `None`.
+        user: number of the user and group that the pods run as; not 0, which `restricted` forbids.
+        options: further settings as `KEY=VALUE`, with the keys of `_OPTIONS`.
         grace_s: seconds between SIGTERM and SIGKILL.
     """
 
@@ -70,7 +93,13 @@ class KubernetesJob:
     shm: str = "8Gi"
     volumes: tuple[str, ...] = ()
     interface: str | None = None
+    user: int = 1000
+    options: tuple[str, ...] = ()
     grace_s: int
+
+    def find(self, key: str) -> list[str]:
+        """Return the values of one key of `options`."""
+        return [text.partition("=")[2] for text in self.options if text.partition("=")[0] == key]
 
 
 def render_kubernetes(job: KubernetesJob) -> str:
@@ -89,7 +118,10 @@ def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
         PacelineError: as `render_kubernetes`.
     """
     _check(job)
-    meta = {"name": job.name, "labels": {"app.kubernetes.io/name": job.name}}
+    meta: dict[str, Any] = {"name": job.name, "labels": {_LABEL: job.name}}
+    queued = meta
+    if queues := job.find("queue"):
+        queued = {**meta, "labels": {**meta["labels"], _QUEUE: queues[-1]}}
     if job.kind == "job":
         service = {
             "apiVersion": "v1",
@@ -103,16 +135,37 @@ def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
             },
         }
         spec = _build_job(job, f"{job.name}-0.{job.name}", subdomain=job.name)
-        return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}]
-    jobset = _build_jobset(job)
-    if job.kind == "trainjob":
-        return _build_trainjob(job, meta, jobset)
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": jobset}]
+        main: list[dict[str, Any]] = [
+            service,
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": queued, "spec": spec},
+        ]
+    elif job.kind == "trainjob":
+        main = _build_trainjob(job, meta, queued, _build_jobset(job))
+    else:
+        group = "jobset.x-k8s.io/v1alpha2"
+        main = [{"apiVersion": group, "kind": "JobSet", "metadata": queued, "spec": _build_jobset(job)}]
+    return [_build_policy(meta), *main]
+
+
+def _build_policy(meta: dict[str, Any]) -> dict[str, Any]:
+    """Build the rule that only pods of this job reach its pods, on any port."""
+    pods = {"matchLabels": meta["labels"]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": meta,
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": pods}]}],
+        },
+    }
 
 
 def _build_jobset(job: KubernetesJob) -> dict[str, Any]:
     spec = _build_job(job, f"{job.name}-node-0-0.{job.name}")
     return {
+        "ttlSecondsAfterFinished": _find_ttl(job),
         "network": {
             "enableDNSHostnames": True,
             "subdomain": job.name,
@@ -132,7 +185,9 @@ def _build_jobset(job: KubernetesJob) -> dict[str, Any]:
     }
 
 
-def _build_trainjob(job: KubernetesJob, meta: dict[str, Any], jobset: dict[str, Any]) -> list[dict[str, Any]]:
+def _build_trainjob(
+    job: KubernetesJob, meta: dict[str, Any], queued: dict[str, Any], jobset: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Build a runtime, which defines how pods are made, and a TrainJob, which defines what they run."""
     template = jobset["replicatedJobs"][0]["template"]
     # The controller finds the pods of the trainer by this label, and their container by its name.
@@ -151,7 +206,7 @@ def _build_trainjob(job: KubernetesJob, meta: dict[str, Any], jobset: dict[str, 
         {
             "apiVersion": group,
             "kind": "TrainJob",
-            "metadata": meta,
+            "metadata": queued,
             "spec": {"runtimeRef": reference, "trainer": {**nodes, **trainer}},
         },
     ]
@@ -179,13 +234,41 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
     if job.interface is not None:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         container["env"] = [{"name": name, "value": job.interface} for name in names]
-    if resources := _build_resources(job):
-        container["resources"] = {"requests": resources, "limits": resources}
+    limits = _build_limits(job)
+    requests = {"cpu": str(job.nproc_per_node), "memory": _request_memory(job), **limits}
+    container["resources"] = {"requests": requests, **({"limits": limits} if limits else {})}
+    status = f"paceline run --status --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id {job.name}"
+    container["readinessProbe"] = {
+        "exec": {"command": ["bash", "-c", status]},
+        "periodSeconds": 60,
+        "timeoutSeconds": 20,
+    }
+    container["securityContext"] = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     container["volumeMounts"] = mounts
     pod = {
         **({"subdomain": subdomain} if subdomain else {}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s,
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": job.user,
+            "runAsGroup": job.user,
+            "fsGroup": job.user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {_LABEL: job.name}},
+            }
+        ],
+        **_build_placement(job),
         "containers": [container],
         "volumes": volumes,
     }
@@ -194,9 +277,36 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
         "completions": job.nodes.most,
         "parallelism": job.nodes.most,
         "backoffLimit": _RESTARTS * job.nodes.most if is_alone else 0,
+        **({"ttlSecondsAfterFinished": _find_ttl(job)} if is_alone else {}),
         "podFailurePolicy": {"rules": rules},
-        "template": {"spec": pod},
+        "template": {"metadata": {"labels": {_LABEL: job.name}}, "spec": pod},
     }
+
+
+def _build_placement(job: KubernetesJob) -> dict[str, Any]:
+    """Build what `options` say about where the pods run, and as whom."""
+    built: dict[str, Any] = {}
+    if selectors := job.find("node-selector"):
+        built["nodeSelector"] = dict(text.split("=", 1) for text in selectors)
+    if tolerations := job.find("toleration"):
+        built["tolerations"] = [_build_toleration(text) for text in tolerations]
+    for key, name in (("priority-class", "priorityClassName"), ("service-account", "serviceAccountName")):
+        if values := job.find(key):
+            built[name] = values[-1]
+    if secrets := job.find("pull-secret"):
+        built["imagePullSecrets"] = [{"name": name} for name in secrets]
+    return built
+
+
+def _build_toleration(text: str) -> dict[str, str]:
+    taint, _, effect = text.rpartition(":")
+    key, equals, value = taint.partition("=")
+    how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **how, "effect": effect}
+
+
+def _find_ttl(job: KubernetesJob) -> int:
+    return int((job.find("ttl") or [str(_TTL_S)])[-1])
 
 
 def _name_container(job: KubernetesJob) -> str:
@@ -214,7 +324,10 @@ def _build_command(job: KubernetesJob, first: str) -> str:
     return f"""\
 trap 'exit {STOPPED}' TERM
 # The first pod's name is known once that pod has an address.
-until getent hosts {first}; do echo "waiting for {first}"; sleep 2; done
+until getent hosts {first}; do
+  if (( SECONDS > {_WAIT_S} )); then echo "{first} has no address after {_WAIT_S} s" >&2; exit 1; fi
+  echo "waiting for {first}"; sleep 2
+done
 exec paceline run \\
   --nnodes {nodes} --nproc-per-node {job.nproc_per_node}{restarts} --grace-s {leave_s} \\
   --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id {job.name} \\
@@ -222,7 +335,18 @@ exec paceline run \\
 """
 
 
-def _build_resources(job: KubernetesJob) -> dict[str, str]:
+def _request_memory(job: KubernetesJob) -> str:
+    mib = _count_bytes(job.shm) / 1024**2 + _RANK_GIB * 1024 * job.nproc_per_node
+    return f"{int(mib)}Mi"
+
+
+def _count_bytes(size: str) -> Decimal:
+    found = _SIZE.fullmatch(size)
+    assert found is not None
+    return Decimal(found[1]) * _UNITS[found[2] or ""]
+
+
+def _build_limits(job: KubernetesJob) -> dict[str, str]:
     return {
         **({} if job.cpus_per_node is None else {"cpu": str(job.cpus_per_node)}),
         **({} if job.mem is None else {"memory": job.mem}),
@@ -253,9 +377,31 @@ def _check(job: KubernetesJob) -> None:
             if mem is not None
         ),
         *(("--volume", text, _VOLUME, "CLAIM:/path", "--volume data:/data") for text in job.volumes),
+        *_list_options(job),
     ]
     for flag, value, pattern, rule, example in rows:
         if pattern.fullmatch(value) is None:
             raise PacelineError(
                 "PL369", saw=f"{flag} {value!r}.", rule=f"It is {rule}.", fix=f"Use for example {example}."
             )
+    if job.mem is not None and _count_bytes(job.shm) >= _count_bytes(job.mem):
+        raise PacelineError(
+            "PL369",
+            saw=f"--shm {job.shm} in --mem {job.mem}.",
+            rule="/dev/shm counts as memory of the pod, which is killed at --mem.",
+            fix="Use a smaller --shm, or a larger --mem.",
+        )
+    if job.user < 1:
+        raise PacelineError(
+            "PL369",
+            saw=f"--user {job.user}.",
+            rule="Clusters with the Pod Security standard `restricted` refuse pods that run as root.",
+            fix="Use the number of a user of the image, such as --user 1000.",
+        )
+
+
+def _list_options(job: KubernetesJob) -> Iterator[tuple[str, str, re.Pattern[str], str, str]]:
+    known = re.compile("|".join(f"{key}={pattern}" for key, pattern in _OPTIONS.items()))
+    rule = f"KEY=VALUE with one of the keys {', '.join(_OPTIONS)}"
+    for text in job.options:
+        yield "--option", text, known, rule, "--option toleration=nvidia.com/gpu:NoSchedule"
