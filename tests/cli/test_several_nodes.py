@@ -34,6 +34,10 @@ def test_it_is_a_run_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
         "--no-watch",
         "--hang-after",
         "9",
+        "--detect-s",
+        "4",
+        "--join-timeout",
+        "50",
     ]
     assert main(["train", RECIPE, *words, *more]) == 75
     (args,) = seen
@@ -44,6 +48,7 @@ def test_it_is_a_run_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
         "node0",
     )
     assert (args.rdzv_id, args.max_restarts, args.no_watch, args.hang_after) == ("gpt-stdlib", 0, True, 9)
+    assert (args.detect_s, args.join_timeout) == (4, 50)
     train = ["train", RECIPE, "--out", "runs/a", "--set", "train.steps=5", "--accept", "data"]
     assert (args.module, args.training_script, args.training_script_args) == (True, "paceline", train)
 
@@ -53,6 +58,7 @@ def test_it_is_a_run_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--nnodes", "1:2"], "PL607", "--nnodes 1:2 without --rdzv-endpoint"),
         (["--rdzv-endpoint", "node0"], "PL607", "--rdzv-endpoint node0 without --nnodes"),
+        (["--detect-s", "4"], "PL607", "--detect-s 4.0 without --nnodes"),
         (["--max-restarts", "0"], "PL607", "--max-restarts 0 without --nnodes"),
         (["--nnodes", "2", "--rdzv-endpoint", "node0", "--scaling"], "PL607", "--scaling"),
         (["--nnodes", "3:2", "--rdzv-endpoint", "node0"], "PL365", "--nnodes 3:2"),

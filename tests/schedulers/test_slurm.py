@@ -129,6 +129,12 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (["--nodes", "2", "--time", "0", "train.py"], "PL366", "--time 0"),
         (["--nodes", "2", "--time", "3:00", "train.py"], "PL366", "a time limit of 180 s"),
         (["--nodes", "2", "--grace-s", "10", "train.py"], "PL366", "--grace-s 10"),
+        (["--nodes", "2", "--time", "2", "train.py"], "PL366", "Use --time 4 (minutes) or more."),
+        (
+            ["--nodes", "2", "--time", "2:00", "--grace-s", "70", "train.py"],
+            "PL366",
+            "or --grace-s 59 at most",
+        ),
         (["--nodes", "2", "missing.py"], "PL340", "missing.py is not a file"),
         (["--nodes", "2", "--name", "a\n#SBATCH --mem=1", "train.py"], "PL370", "--job-name"),
         (["--nodes", "2", "--file", "train.py", "train.py"], "PL371", "train.py exists"),
@@ -218,6 +224,7 @@ def run_script(
     nodes: str = "2",
     array: int = 0,
     grace: int = 0,
+    others: int = 0,
 ) -> tuple[int, str]:
     """Return the script's exit code and output, where srun ends with `code`."""
     (folder / "job.sh").write_text(
@@ -232,6 +239,7 @@ def run_script(
     wait = "trap 'exit $(cat code)' TERM; echo $$ > srun.pid; while true; do sleep 0.1; done"
     add_program(folder, "srun", report + (wait if signum else "exit $(cat code)"))
     add_program(folder, "scancel", 'echo "scancel $*"; [ ! -e srun.pid ] || kill -TERM $(cat srun.pid)')
+    add_program(folder, "squeue", f"for ((n = 0; n < {others + 1}; n++)); do echo 77_$n; done")
     add_program(folder, "sinfo", f"echo '{lost}'")
     # SLURM ends the job, and with it scontrol, as soon as it has taken the request.
     requeue = "kill -TERM $$; echo requeue $2" if requeues else "echo disabled >&2; exit 1"
@@ -331,6 +339,19 @@ def test_what_ended_a_task_of_an_array(
     assert told in out
     assert done in out
     assert ("--state=PENDING" in out) == ("PENDING" in done), "the others go on without this one"
+
+
+def test_the_last_task_of_an_array_removes_where_they_met(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meet = folder / ".paceline-array" / "77"
+    meet.mkdir(parents=True)
+    run_script(folder, capsys, code=0, array=4, others=1)
+    assert meet.is_dir()
+    run_script(folder, capsys, code=75, array=4, state=PREEMPTED)
+    assert meet.is_dir(), "it is requeued"
+    run_script(folder, capsys, code=0, array=4)
+    assert not meet.parent.exists()
 
 
 def test_a_requeue_that_is_not_permitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,18 +55,6 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="N",
         help="OMP_NUM_THREADS of every rank (default: from the environment, else cores / ranks)",
     )
-    ours.add_argument(
-        "--detect-s",
-        type=float,
-        metavar="S",
-        help="seconds without a beat after which a node is lost (default 3); other waits are derived from it",
-    )
-    ours.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="S",
-        help="seconds to wait for nodes that are missing (default 600)",
-    )
     add_membership_flags(ours)
     add_grace_flag(ours)
     status: Any = ours.add_argument(

@@ -19,6 +19,18 @@ _MAX_RESTARTS = 3
 def add_membership_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags of nodes that may be lost or leave."""
     parser.add_argument(
+        "--detect-s",
+        type=float,
+        metavar="S",
+        help="seconds without a beat after which a node is lost (default 3); other waits are derived from it",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for nodes that are missing (default 600)",
+    )
+    parser.add_argument(
         "--witness",
         metavar="PLACE",
         help="where rounds are recorded, so that only one of two disconnected parts goes on: "
@@ -51,7 +63,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_node_flags(args: argparse.Namespace) -> None:
     """Raise PL607 for flags of several nodes without `--nnodes`."""
-    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "max_restarts"):
+    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "max_restarts", "detect_s", "join_timeout"):
         value = getattr(args, flag)
         if value is not None:
             raise PacelineError(
@@ -103,7 +115,8 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
         words += [] if args.witness is None else ["--witness", args.witness]
     words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
-    for flag in ("grace_s", "profile", "profile_after", "profile_steps"):
+    waits = ("grace_s", "detect_s", "join_timeout")
+    for flag in (*waits, "profile", "profile_after", "profile_steps"):
         value = getattr(args, flag)
         words += [] if value is None else [_spell(flag), str(value)]
     words += [_spell(flag) for flag in ("keep_alive", "no_watch", "json") if getattr(args, flag)]

@@ -108,6 +108,14 @@ class ScriptJob(Job):
             return error  # not an error of the rendezvous; the command reports the limit
         if not isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
             return error
+        if "EADDRINUSE" in str(error):
+            return PacelineError(
+                "PL344",
+                saw=f"The ranks could not be started: {str(error).strip()}.",
+                rule="The first node listens at the port of the rendezvous, and another process has it.",
+                fix="End that process (ss -ltnp lists it) or use another --master-port or --rdzv-endpoint; on one "
+                "node, leave both out.",
+            )
         return PacelineError(
             "PL344",
             saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",

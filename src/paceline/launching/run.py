@@ -202,7 +202,8 @@ def _count_ranks(wish: str | None) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=False)
         if done.returncode == 0:
             return done.stdout.split()[-1]
-        saw = f"--nproc-per-node {wish}: {done.stderr.strip().splitlines()[-1]}"
+        reason = done.stderr.strip().splitlines()[-1]
+        saw = f"--nproc-per-node {wish}, and this torch sees no such device ({reason})."
     elif wish.isdigit() and int(wish) > 0:
         return wish
     else:
@@ -212,7 +213,8 @@ def _count_ranks(wish: str | None) -> str:
         saw=saw,
         rule="It is a whole number of at least 1, or auto, cpu, gpu or xpu for the number that this node "
         "has.",
-        fix="Use for example --nproc-per-node 2.",
+        fix="Use for example --nproc-per-node 2. For GPUs, check that nvidia-smi lists them and that "
+        "torch.version.cuda is not None.",
     )
 
 
@@ -331,7 +333,10 @@ def _record(job: ScriptJob, config: LaunchConfig) -> None:
         "start": "warm" if job.is_warm else "cold",
         "torch": torch.__version__,
     }
-    (job.logs / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    # Arguments of a script may hold a token.
+    private = partial(os.open, mode=0o600)
+    with open(job.logs / "run.json", "w", encoding="utf-8", opener=private) as file:
+        file.write(json.dumps(record, indent=2) + "\n")
 
 
 def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:

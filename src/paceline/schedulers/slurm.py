@@ -172,6 +172,10 @@ _MEET_ARRAY = """
 job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 meet=$SLURM_SUBMIT_DIR/.paceline-array
 address=$(scontrol show node "$SLURM_JOB_NODELIST" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+forget_meeting() {  # the last task of the array removes the folder
+  local others=$(squeue -h -t RUNNING,COMPLETING -j "$SLURM_ARRAY_JOB_ID" | wc -l)
+  if [ "$others" -le 1 ]; then rm -rf "$meet/$SLURM_ARRAY_JOB_ID"; rmdir "$meet" 2>/dev/null; fi
+}
 """
 
 _SAY = """\
@@ -226,7 +230,7 @@ elif [[ $state != *JobState=RUNNING* && -n $lost ]]; then
 """
 
 # Tasks that have not begun would begin the run anew.
-_END_ARRAY = '; scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"'
+_END_ARRAY = '; scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"; forget_meeting'
 
 _END = """
 # What ended the step: SLURM's controller knows.

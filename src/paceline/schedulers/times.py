@@ -62,6 +62,15 @@ def check_grace(grace_s: int, limit_s: int | None) -> int:
             rule=f"Ranks are asked to save that many seconds before the job ends: {_LEAST_LEAD_S} to "
             f"{_MOST_LEAD_S}, and {_EARLY_S} s less than the time limit, because SLURM may signal that "
             "early.",
-            fix="Use at least twice the time of a save, and a longer --time.",
+            fix=_propose(grace_s, limit_s),
         )
     return grace_s - _SCRIPT_S
+
+
+def _propose(grace_s: int, limit_s: int | None) -> str:
+    usual = f"{_LEAST_LEAD_S} to {_MOST_LEAD_S}, at least twice the time of a save"
+    if limit_s is None or not _LEAST_LEAD_S <= grace_s <= _MOST_LEAD_S:
+        return f"Use --grace-s with {usual}."
+    shorter_s = limit_s - _EARLY_S - 1
+    other = f" or --grace-s {shorter_s} at most" if shorter_s >= _LEAST_LEAD_S else ""
+    return f"Use --time {(grace_s + _EARLY_S) // 60 + 1} (minutes) or more{other}."

@@ -63,6 +63,12 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     )
     if flags.standalone or not host or has_other_endpoint:
         return
+    if not endpoint and flags.rdzv_backend == "static" and host in ("127.0.0.1", "localhost"):
+        log.warning(
+            "--nnodes %s without an address: nodes meet at %s:%s, which other machines cannot reach; pass "
+            "--rdzv-backend c10d --rdzv-endpoint HOST, or --master-addr HOST",
+            *(flags.nnodes, host, flags.master_port or _DEFAULT_PORT),
+        )
     meeting = _resolve(host)
     address = flags.local_addr or _find_own_address(host, meeting, environ.get(_INTERFACE, ""))
     if address is None or ipaddress.ip_address(_resolve(address)).is_loopback:
