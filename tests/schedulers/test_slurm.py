@@ -129,9 +129,9 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (["--nodes", "2", "--time", "0", "train.py"], "PL366", "--time 0"),
         (["--nodes", "2", "--time", "3:00", "train.py"], "PL366", "a time limit of 180 s"),
         (["--nodes", "2", "--grace-s", "10", "train.py"], "PL366", "--grace-s 10"),
-        (["--nodes", "2", "--time", "2", "train.py"], "PL366", "Use --time 4 (minutes) or more."),
+        (["--nodes", "2", "--time", "2", "train.py"], "PL366", "Use --time 4 (minutes) or more"),
         (
-            ["--nodes", "2", "--time", "2:00", "--grace-s", "70", "train.py"],
+            ["--nodes", "2", "--time", "2", "--grace-s", "70", "train.py"],
             "PL366",
             "or --grace-s 59 at most",
         ),

@@ -113,8 +113,8 @@ class ScriptJob(Job):
                 "PL344",
                 saw=f"The ranks could not be started: {str(error).strip()}.",
                 rule="The first node listens at the port of the rendezvous, and another process has it.",
-                fix="End that process (ss -ltnp lists it) or use another --master-port or --rdzv-endpoint; on one "
-                "node, leave both out.",
+                fix="End that process (see ss -ltnp) or use another --master-port or --rdzv-endpoint; on "
+                "one node, leave both out.",
             )
         return PacelineError(
             "PL344",
