@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
-from paceline.place import RankPlace, expand_hosts, is_launched, read_environment
+from paceline.place import RankPlace, check_interfaces, expand_hosts, is_launched, read_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -243,3 +243,12 @@ def test_expand_hosts_refuses(text: str) -> None:
 def test_expand_hosts_gives_back_what_was_written(numbers: list[int], width: int) -> None:
     written = [str(number).zfill(width) for number in numbers]
     assert expand_hosts(f"n[{','.join(written)}]") == [f"n{number}" for number in written]
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
+    check_interfaces({})
+    check_interfaces({"GLOO_SOCKET_IFNAME": "lo"})
+    with pytest.raises(PacelineError) as caught:
+        check_interfaces({"GLOO_SOCKET_IFNAME": "lo,ib7"})
+    assert caught.value.code == "PL347"
+    assert "no interface ib7. It has lo" in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
@@ -157,6 +158,21 @@ def read_goes_on(environ: Mapping[str, str]) -> bool | None:
     """
     path = environ.get(_GOES_ON)
     return None if not path else not os.path.exists(path)
+
+
+def check_interfaces(environ: Mapping[str, str]) -> None:
+    """Raise PL347 if gloo is told to use a network interface that this machine does not have."""
+    wished = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
+    there = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in wished if name not in there]
+    if missing:
+        raise PacelineError(
+            "PL347",
+            saw=f"GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}, and this machine has no interface "
+            f"{', '.join(missing)}. It has {', '.join(there) or 'none'}.",
+            rule="gloo listens at the address of that interface.",
+            fix="Name one of these (ip -brief addr shows their addresses), or unset GLOO_SOCKET_IFNAME.",
+        )
 
 
 def usable_cores() -> int:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
-from paceline.place import Launcher, RankPlace, read_environment, usable_cores
+from paceline.place import Launcher, RankPlace, check_interfaces, read_environment, usable_cores
 from paceline.torch_seams.gloo_threads import await_gloo_threads, schedule_loops_as_batch
 from paceline.torch_seams.groups import forget_group_count
 
@@ -245,6 +245,7 @@ def start(
         store: Store | None = None
         hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
         if not joined:
+            check_interfaces(os.environ)
             store = _meet(place, timeout_s, hosts=hosts)
             _init_group(store, place, names, where, timeout_s)
             if place.world_size > 1:

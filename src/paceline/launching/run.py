@@ -36,7 +36,7 @@ from paceline.launching.verdict import judge, log_restart, may_be_consequence, r
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
-from paceline.place import RankPlace, note_grace, read_grace_s, usable_cores
+from paceline.place import RankPlace, check_interfaces, note_grace, read_grace_s, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -72,6 +72,7 @@ def run_script(
         Become: in a rank.
     """
     script = _read_script(flags)
+    check_interfaces(os.environ)
     place = read_place(flags, os.environ)
     if place.launcher != "single":
         _join(flags, script, place, threads)

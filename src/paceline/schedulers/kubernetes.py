@@ -35,7 +35,7 @@ MARK = "Rendered by `paceline launch"
 # JobSet appends "-node-0-NNNNN", and a name has 63 letters at most.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?")
-_UNITS = {"": 1, **{f"{x}i": 1024**n for n, x in enumerate("KMGT", 1)}}
+_UNITS: dict[str, int] = {"": 1, **{f"{x}i": 1024**n for n, x in enumerate("KMGT", 1)}}
 _UNITS |= {x: 1000**n for n, x in enumerate("kMGT", 1)}
 _LABEL, _QUEUE = "app.kubernetes.io/name", "kueue.x-k8s.io/queue-name"
 _OPTIONS = {
