@@ -254,6 +254,28 @@ def test_stacks_while_python_is_locked(listener):
         process.communicate()
 
 
+def test_reading_a_stack_ends_no_call_that_sleeps(listener):
+    process = start(
+        listener,
+        """
+        library = ctypes.PyDLL(None)
+        time.sleep(0.5)  # the watching thread begins
+        print("ready", flush=True)
+        print("left", library.sleep(5), flush=True)  # the seconds that are left if a signal ends it
+        """,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1.5)
+        frames = read_main_stack(process.pid, Path(listener.folder, "stacks"))
+        assert [frame.function for frame in frames] == ["<module>"]
+        assert process.stdout.readline() == "left 0\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path):
     (tmp_path / "stacks").touch()
     process = subprocess.Popen(["sleep", "30"])

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 
 from paceline.launching.watcher import WatchedRank
-from paceline.watch.protocol.report import WATCHING_THREAD, Process, ProcessState
+from paceline.watch.protocol.report import Process, ProcessState
+from paceline.watch.protocol.stacks import find_watching_thread
 
 _STATES: dict[str, ProcessState] = {
     psutil.STATUS_RUNNING: "running",
@@ -106,17 +107,10 @@ class ProcessSampler:
         """
         with suppress(OSError, KeyError):  # The process or a thread may end meanwhile.
             if pid not in self._watching:
-                self._watching[pid] = _find_thread(pid, WATCHING_THREAD) / "io"
+                self._watching[pid] = find_watching_thread(pid) / "io"
             lines = self._watching[pid].read_text(encoding="ascii").splitlines()
             return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
         return 0
-
-
-def _find_thread(pid: int, name: str) -> Path:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == name:
-            return task
-    raise KeyError(name)
 
 
 def _add_up(before: Mapping[int, float], now: Mapping[int, float]) -> float:

@@ -1,7 +1,8 @@
 """Reads the stack of a rank that cannot answer: a signal makes its interpreter write it into a file.
 
 The handler is `faulthandler`'s. It runs without Python's lock, so it also answers if the main thread holds
-that lock in compiled code.
+that lock in compiled code. The rank's watching thread gets the signal, because it would end a call of the
+main thread that sleeps (EINTR).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from paceline.watch.protocol.report import Frame
+from paceline.watch.protocol.report import WATCHING_THREAD, Frame
 
 SIGNAL = signal.SIGRTMAX - 3
 # How long the handler may take to write.
@@ -27,8 +28,8 @@ def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
         size = path.stat().st_size
         if not _catches(pid):
             return ()
-        os.kill(pid, SIGNAL)
-    except OSError:
+        os.kill(int(find_watching_thread(pid).name), SIGNAL)  # Linux prefers the thread of this number
+    except (OSError, KeyError):
         return ()
     ends_s = time.monotonic() + _WRITTEN_S
     text = ""
@@ -40,6 +41,14 @@ def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
         if text and text == before:
             break
     return parse_main_stack(text)
+
+
+def find_watching_thread(pid: int) -> Path:
+    """Return the folder in /proc of a rank's watching thread, or raise KeyError if it has none."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == WATCHING_THREAD:
+            return task
+    raise KeyError(pid)
 
 
 def _catches(pid: int) -> bool:

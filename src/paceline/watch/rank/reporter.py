@@ -202,7 +202,7 @@ class WatchedProcess:
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(
                 WATCHING_THREAD, encoding="ascii"
             )
-        others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS}
+        others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS} - {SIGNAL}
         signal.pthread_sigmask(signal.SIG_BLOCK, others)
         assert self._socket is not None
         poll = select.poll()
