@@ -21,6 +21,7 @@ Built on `torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, https://ar
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from paceline.torch_seams.groups import is_graph_static
 from paceline.torch_seams.modules import hide_from_ddp
 from paceline.torch_seams.tensors import read_version
 
+# How far the result of a hook may be from the mean in norm and factor: compression rounds.
+_SLACK = 0.1
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 # torch 2.13 renamed it and deprecates the old name.
@@ -165,6 +168,8 @@ class Replica:
         self.group = axis.group
         self._exact = exact
         self._averaging_hook: tuple[Any, CommHook] | None = None
+        # The factor between a result of the hook and the mean, once a bucket has shown it.
+        self._hook_factor: float | None = None
         state = HookState(None if comm_hook is None else comm_hook[0])
         self.hook_state = None if state.is_empty else state
         self.num_ranks = axis.size
@@ -278,6 +283,8 @@ class Replica:
         completes = self._is_reducing and self._completes
         before = [_read_version(p) for p in self.trained] if completes else []
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._hook_factor is not None and abs(self._hook_factor - 1) > _SLACK:
+            raise _not_mean_error(self._hook_factor, self.num_ranks)
         if completes and not self.last_bucket_launched:
             self._complete(before)
         if not self._last_launch_s or loss.is_cuda:
@@ -337,7 +344,10 @@ class Replica:
             return self._exact.reduce_bucket(bucket)
         if self._averaging_hook is not None:
             state, hook = self._averaging_hook
+            mean = None if self._hook_factor is not None else self._average(bucket.buffer())
             future = hook(state, bucket)
+            if mean is not None:
+                self._hook_factor = _find_factor(future.wait(), mean)
             if not bucket.buffer().is_cuda:
                 # gloo runs callbacks in threads of its own, in an order that differs between ranks. Hooks
                 # that chain collectives (PowerSGD) on several buckets at once would hang or be mismatched.
@@ -348,6 +358,37 @@ class Replica:
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         reduced: torch.futures.Future[Tensor] = work.get_future().then(_first_tensor)
         return reduced
+
+    def _average(self, gradients: Tensor) -> Tensor:
+        total = gradients.double()
+        dist.all_reduce(total, group=self.group)
+        return total / self.num_ranks
+
+
+def _find_factor(result: Tensor, mean: Tensor) -> float | None:
+    """Return the factor that a hook's result has to the mean; 1 if it differs otherwise, as compression does.
+
+    Without a gradient that shows it, return `None`.
+    """
+    square = float(mean.dot(mean))
+    if not 0 < square < math.inf:
+        return None
+    factor = float(result.double().dot(mean)) / square
+    rest = float((result - factor * mean).norm())
+    return factor if rest < _SLACK * abs(factor) * math.sqrt(square) else 1.0
+
+
+def _not_mean_error(factor: float, num_ranks: int) -> PacelineError:
+    error = PacelineError(
+        "PL391",
+        saw=f"comm_hook returned {factor:.3g} times the mean of the gradients of {num_ranks} ranks.",
+        rule="A hook averages, as torch's own do; the trainer multiplies its result by the number of ranks. "
+        "The first gradients are compared with their mean.",
+        fix="Divide the sum by the number of ranks: "
+        "future.then(lambda done: done.value()[0] / dist.get_world_size()).",
+    )
+    error.on_every_rank = True
+    return error
 
 
 def _first_tensor(future: torch.futures.Future[list[Tensor]]) -> Tensor:
