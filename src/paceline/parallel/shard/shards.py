@@ -290,6 +290,11 @@ class Shards:
         for unit in self.units:
             unit.module.reshard()
 
+    def list_gathered(self) -> list[Tensor]:
+        """Return the whole parameters that forward and backward use."""
+        found = [gathered(record) for unit in self.units for record in list_records(unit.module)]
+        return [each for each in found if each is not None]
+
     def offload(self) -> None:
         """Move the shards to disk if `offload` asks for it; call it again once a model on meta is filled."""
         if self._disk is not None and not any(p.is_meta for p in self._model.parameters()):

@@ -42,6 +42,7 @@ from paceline.parallel.order import LaidOut
 from paceline.parallel.recompute import explaining_recompute
 from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
+from paceline.train.loss_parameters import check_loss_parameters
 from paceline.train.precision import Precision
 from paceline.train.runners.work import Work
 
@@ -98,6 +99,7 @@ class Runner(ABC):
         self._masks = laid_out.masks
         self._lent = laid_out.lent
         self._num_unsafe_logged = 0
+        self._has_walked = False
         self._mesh = mesh
         self._statistics = statistics
         self._precision = precision
@@ -336,10 +338,17 @@ class Runner(ABC):
             loss_sum, weight = self._compute(work.objective, batch)
         if not loss_sum.requires_grad:
             raise _constant_loss_error(self._name, index)
+        if not self._has_walked:
+            self._has_walked = True
+            check_loss_parameters(loss_sum, set(map(id, self._list_leaves())), self._name)
         if self.reports:
             work.launch.agreement.put_microbatch(index, loss_sum, weight)
         self._report_statistics(work, index)
         return loss_sum
+
+    def _list_leaves(self) -> list[Tensor]:
+        """Return the parameters that the graph of a loss may end at."""
+        return list(self._model.parameters())
 
     def _report_statistics(self, work: Work, index: int) -> None:
         """Add BatchNorm's statistics of microbatch `index` to its slot of the agreement."""

@@ -116,6 +116,9 @@ class ShardedRunner(Runner):
     def _propagate(self, scaled: Tensor) -> float:
         return self._shards.backward(scaled)
 
+    def _list_leaves(self) -> list[Tensor]:
+        return [*super()._list_leaves(), *self._shards.list_gathered()]
+
     def _before_backward(self, work: Work, *, is_last: bool) -> None:
         """Do nothing: the used parameters are known only after backward."""
 
