@@ -253,9 +253,17 @@ class Copies:
                 return _digest_on_device(tensor)
             view = _view(tensor)
             if view is None:  # it has gaps, or is a lazy conjugate or negative: read a copy each time
-                return _view_contiguous(tensor.resolve_conj().resolve_neg().contiguous()).digest()
+                return digest_tensor(tensor)
             self._views[name] = view
         return view.digest()
+
+
+def digest_tensor(tensor: Tensor) -> int:
+    """Return a digest of this rank's part of a tensor, on any device; 0 for one without memory."""
+    part = local(tensor.detach())
+    if part.device.type != "cpu":
+        return 0 if part.is_meta else int(_digest_on_device(part)) & _MASK
+    return _view_contiguous(part.resolve_conj().resolve_neg().contiguous()).digest() & _MASK
 
 
 def _view(tensor: Tensor) -> _View | None:

@@ -64,12 +64,21 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
         PacelineError: PL417, on every rank, naming the settings that differ and their ranks; PL668 if only
             the data differ.
     """
+    differing = list_differences(settings, group)
+    if differing and all(each.startswith(("content of ", "num_samples of ")) for each in differing):
+        raise different_data_error("; ".join(differing))
+    if differing:
+        raise _different_error(differing)
+
+
+def list_differences(settings: Mapping[str, str], group: dist.ProcessGroup) -> list[str]:
+    """Return the settings that differ between the ranks of a group, with the ranks; collective."""
     if not is_comparing():
-        return
+        return []
     digests: list[Any] = [None] * group.size()
     dist.all_gather_object(digests, digest_text("\n".join(f"{k}={v}" for k, v in settings.items())), group)
     if digests.count(digests[0]) == len(digests):
-        return
+        return []
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, dict(settings), group)
     names = dict.fromkeys(name for each in gathered for name in each)
@@ -78,9 +87,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
         values = [each.get(name, _MISSING) for each in gathered]
         if values.count(values[0]) < len(values):
             differing.append(f"{name} is {describe_by_rank(values)}")
-    if differing and all(each.startswith(("content of ", "num_samples of ")) for each in differing):
-        raise different_data_error("; ".join(differing))
-    raise _different_error(differing)
+    return differing or ["they are in another order"]
 
 
 class StepSettings:
@@ -178,10 +185,13 @@ def describe_model(name: str, model: nn.Module) -> dict[str, str]:
     for own, module in model.named_modules():
         kind = type(module)
         extra = f"({module.extra_repr()})" if kind.__module__.startswith("torch.nn.") else ""
-        found[f"module {own or '(the model)'} of {name}"] = f"{kind.__module__}.{kind.__qualname__}{extra}"
+        mode = "" if module.training else " in eval mode"
+        what = f"module {own or '(the model)'} of {name}"
+        found[what] = f"{kind.__module__}.{kind.__qualname__}{extra}{mode}"
     for own, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
-        found[f"parameter {own} of {name}"] = f"{trained} {list(parameter.shape)} {parameter.dtype}"
+        strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
+        found[f"parameter {own} of {name}"] = f"{trained} {list(parameter.shape)} {parameter.dtype}{strides}"
     for own, buffer in model.named_buffers():
         found[f"buffer {own} of {name}"] = f"{list(buffer.shape)} {buffer.dtype}"
     return found
@@ -327,7 +337,7 @@ def _different_error(differing: Sequence[str]) -> PacelineError:
         shown += f"; and {len(differing) - _MAX_SHOWN} more"
     error = PacelineError(
         "PL417",
-        saw=f"ranks have different settings: {shown or 'in another order'}.",
+        saw=f"ranks have different settings: {shown}.",
         rule="Every rank trains the same model with the same settings. Only the samples differ.",
         fix="Look for an argument, an argument file, an environment variable or a line that depends on the "
         "rank or on the machine.",

@@ -313,7 +313,7 @@ def save_an_average(world: Any, folder: str) -> str:
 def test_ranks_that_hold_different_things_are_refused(ranks: Pool, tmp_path: Path) -> None:
     messages = ranks.run(save_an_average, 2, (str(tmp_path),))
     assert messages[0] == messages[1]
-    assert "PL525" in messages[0]
+    assert "PL395" in messages[0]
     assert not (tmp_path / "checkpoints").exists()
 
 

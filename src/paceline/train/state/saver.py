@@ -34,6 +34,7 @@ from paceline.recipe.layout import Layout
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.follow import SharedRows
 from paceline.train.history import History
+from paceline.train.same_settings import all_ranks
 from paceline.train.saving import SaveHandle, Saving, Write
 from paceline.train.settings import (
     Settings,
@@ -66,7 +67,7 @@ from paceline.train.state.residuals import (
     list_residuals,
 )
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
-from paceline.train.state.tracked import Tracked
+from paceline.train.state.tracked import Tracked, state_differs_error
 from paceline.train.state.transfer import load_on_main, run_on_main
 from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import RunState
@@ -149,10 +150,11 @@ class Saver:
         # Where nodes have disks of their own, else `None`.
         self._rows: SharedRows | None = None
 
-    def save(self, counters: dict[str, Any], *, wait: bool) -> SaveHandle:
+    def save(self, counters: dict[str, Any], *, wait: bool, is_last: bool = False) -> SaveHandle:
         """Write a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
         last = self._last
         if last is None or last.step != counters["step"] or last.failed:
+            self._check_tracked(is_last=is_last)
             last = self._last = self._save(counters)
         if wait:
             last.wait()
@@ -181,7 +183,17 @@ class Saver:
                     "%s. The disk is tried anyway, because the state cannot stay in memory: %s. [PL566]",
                     *(plan, why_not),
                 )
-        return str(self.save(counters, wait=True))
+        return str(self.save(counters, wait=True, is_last=True))
+
+    def _check_tracked(self, *, is_last: bool = False) -> None:
+        """Raise PL395 if tracked objects differ between ranks; only log it for a last save; collective."""
+        if self._world.world_size == 1 or self.tracked.is_empty:
+            return
+        if differing := self.tracked.check_same(self._parts(), all_ranks()):
+            error = state_differs_error(differing)
+            if not is_last:
+                raise error
+            log.warning("%s", error)
 
     def _leave_in_memory(self, counters: dict[str, Any], plan: Departure) -> str:
         """Keep this step in memory, with copies on nodes that stay; return why not, or ""."""
@@ -199,6 +211,7 @@ class Saver:
         """Keep this step's state in memory; collective. See `MemorySaves.save`."""
         self._require_folder()
         assert self.folder is not None
+        self._check_tracked()
         state = self._list_all(counters, is_sharded=True)
         # Where nodes have disks of their own, those after the last save are on rank 0's alone.
         rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}

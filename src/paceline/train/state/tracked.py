@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
+from paceline.torch_seams.trees import keystr, tree_flatten_with_path
+from paceline.train.copies import digest_tensor
+from paceline.train.same_settings import digest_text, list_differences
 from paceline.train.state.parts import Parts
+from paceline.train.state.pieces import OwnPart
+
+_MAX_SHOWN = 4
 
 
 class Tracked:
@@ -57,6 +67,20 @@ class Tracked:
         """Return the objects' states by name, with pieces of what the layout divides."""
         return {name: parts.list_tracked(value.state_dict()) for name, value in self._objects.items()}
 
+    def check_same(self, parts: Parts, group: dist.ProcessGroup) -> str:
+        """Return how the states differ between ranks, or ""; collective.
+
+        Args:
+            parts: of the models; a rank's own part of a tensor may differ.
+            group: the ranks.
+        """
+        texts = {
+            f"{name}{keystr(path)}": _describe_value(value)
+            for name, state in self.read(parts).items()
+            for path, value in tree_flatten_with_path(state)[0]
+        }
+        return "; ".join(list_differences(texts, group)[:_MAX_SHOWN])
+
     def load(self, state: Mapping[str, Any], parts: Parts) -> None:
         """Take the part of a checkpoint's state that is tracked; give the objects theirs."""
         self.parts = parts
@@ -93,3 +117,29 @@ class Tracked:
         if self.parts is not None and self.parts.is_divided:
             state = self.parts.cut_as(state, value.state_dict())
         value.load_state_dict(state)
+
+
+def _describe_value(value: Any) -> str:
+    """Return a text that is the same on all ranks that hold the same value."""
+    if isinstance(value, OwnPart):
+        return "a part"
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} ({digest_tensor(value) % 2**32:08x})"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)} ({digest_text(repr(value.tolist())) % 2**32:08x})"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return type(value).__qualname__
+
+
+def state_differs_error(differing: str) -> PacelineError:
+    """Return PL395, for states of tracked objects that differ between ranks."""
+    error = PacelineError(
+        "PL395",
+        saw=f"ranks have different states of tracked objects: {differing}.",
+        rule="A checkpoint has one state of each object, which a resumed start gives to all ranks.",
+        fix="Make the value the same on every rank before the save (dist.all_reduce, "
+        "dist.all_gather_object), or leave it out of state_dict().",
+    )
+    error.on_every_rank = True
+    return error
