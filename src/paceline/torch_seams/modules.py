@@ -39,6 +39,7 @@ __all__ = [
     "list_forward_hooks",
     "list_hooks",
     "own_buffers",
+    "own_modules",
     "own_parameters",
     "replaced_truncated_normal",
     "set_compiled_call",
@@ -58,6 +59,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer of a module and those in it, in place; tied ones stay tied."""
     module._apply(convert)  # type: ignore[no-untyped-call]
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict in which a module itself keeps its modules, those that are None included."""
+    return module._modules
 
 
 def copy_frame(module: nn.Module) -> nn.Module:

@@ -40,7 +40,8 @@ def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
 
 def multiply_each(tensors: list[Tensor], factor: float) -> None:
     """Multiply each tensor by one number, in one kernel if possible."""
-    torch._foreach_mul_(tensors, factor)
+    if tensors:  # a stage may have none that is trained
+        torch._foreach_mul_(tensors, factor)
 
 
 def apply_safe_softmax(scores: Tensor) -> Tensor:

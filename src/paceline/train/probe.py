@@ -131,7 +131,11 @@ class Probe:
             changed, dependent = box[0]
         if dependent and self._is_main:
             log.warning("%s", _describe_dependent([buffers[number].name for number in dependent]))
-        return [buffers[number] for number in changed if number not in dependent]
+        kept = [buffers[number] for number in changed if number not in dependent]
+        counts = [each.name for each in kept if each.tensor.numel() == 1]
+        if counts and share.num_microbatches > 1 and self._is_main:
+            log.warning("%s", _describe_counts(counts, share.num_microbatches))
+        return kept
 
     def _watch_buffers(
         self, run: Callable[[Any], Any], share: Share, buffers: list[ForwardBuffer]
@@ -318,6 +322,17 @@ def _describe_batchnorm(name: str, share: Share) -> Finding:
         "because no microbatch_size was given.",
         "The size of microbatches affects the result.",
         f"Pass microbatch_size= to choose it; {share.num_samples} is the whole global batch.",
+    )
+
+
+def _describe_counts(names: list[str], num_microbatches: int) -> Finding:
+    return Finding(
+        "PL416",
+        name_some(names, 5),
+        f"forward changes this number, and a global batch has {num_microbatches} forwards.",
+        "All microbatches of a step start from the same value, so it changes once per step, on any number of "
+        "ranks. A loop that accumulates gradients changes it once per microbatch.",
+        f"Count steps in it, or let each forward change it {num_microbatches} times as much.",
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.phrases import name_some
 from paceline.recipe import advise_accept, find_key
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,8 @@ def list_changes(saved: Settings, here: Settings, loaders: Iterable[str]) -> dic
             del found[name]  # an option of another optimizer or schedule has no counterpart
         if kind.endswith("optimizer"):
             del found[kind]  # loading the state reports an optimizer of another kind
+    for name in [name for name in found if name.rpartition(".")[2] == "frozen" and None in found[name]]:
+        del found[name]  # older checkpoints do not have it
     for name in loaders:
         key = f"{name}.data"
         if key in found and None in found[key]:
@@ -237,6 +240,10 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
     if name.partition(".")[0] in ("tracked", "loaders"):
         kind, _, which = name.partition(".")
         return f"{which} was {'tracked' if kind == 'tracked' else 'a loader'} and is not"
+    if isinstance(old, list) and name.rpartition(".")[2] == "frozen":
+        sides = [(f"was {name}", old, new), (f"is {name}", new, old)]
+        shown = [(what, sorted(set(one) - set(other))) for what, one, other in sides]
+        return " and ".join(f"{name_some(names)} {what} at the build" for what, names in shown if names)
     return f"{name} was {old!r} and is {new!r}"
 
 

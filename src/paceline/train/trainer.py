@@ -78,8 +78,8 @@ class Trainer(TrainedModels):
     `step`, `evaluate`, `save` and `resume` on every rank.
 
     Args:
-        model: an `nn.Module` (rank 0's weights are broadcast), or a factory (rank 0's model is sent to all
-            ranks in parts), or a dict of these by name, for training with several models.
+        model: an `nn.Module` (rank 0's weights are broadcast; modes are kept), or a factory (rank 0's model
+            is sent to all ranks in parts), or a dict of these by name, for training with several models.
         optimizer: a function from the list of all (full name, parameter) pairs to an optimizer, or to a list
             of several that share out the parameters. For named models, a dict of such functions; a model
             without one is never updated, for example a teacher.
@@ -326,7 +326,7 @@ class Trainer(TrainedModels):
         """Add objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
 
         After `resume`, their saved state is loaded at once. Their state must be the same on every
-        rank; rank 0's is saved.
+        rank; `save` compares it.
         """
         self._saver.tracked.add(objects)
 
@@ -336,7 +336,7 @@ class Trainer(TrainedModels):
         Collective. From now on, `save` writes to this folder, and metrics go to its `metrics.jsonl`.
 
         The settings that affect the result must be those of the checkpoint: batch sizes, dtype, clipping,
-        seed, the options of optimizer and schedule as built, the data, the tracked objects. The number of
+        seed, the options of optimizer and schedule as built, the data, what is frozen and tracked. The number of
         ranks and the layout may change.
 
         Args:
@@ -381,8 +381,8 @@ class Trainer(TrainedModels):
             A handle with `path` and `wait()`; it can be used as a path.
 
         Raises:
-            PacelineError: PL403 before `resume` was called, PL418 if copies on ranks differ
-                (of an asynchronous save, raised by `wait` or the next save), PL433 after
+            PacelineError: PL403 before `resume` was called, PL395 if tracked state differs between ranks, PL418 if
+                copies do (of an asynchronous save, raised by `wait` or the next save), PL433 after
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
@@ -417,7 +417,8 @@ class Trainer(TrainedModels):
 
         Raises:
             Stopped: if some rank was asked to stop; all ranks have saved and leave together.
-            PacelineError: PL417 to PL419 if ranks differ in settings or weights, or have the same samples;
+            PacelineError: PL390 to PL393 for a change since the build that is not followed, or a loss or hook
+                that cannot be summed; PL417 to PL419 if ranks differ or have the same samples;
                 PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
         # At the begin: its checkpoint has what the loop did after the last step.
@@ -434,9 +435,11 @@ class Trainer(TrainedModels):
             )
         self._source = share.source
         updates = self._updates.values()
+        for each in updates:
+            each.as_built.check()
         self._settings.begin(
             (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
-            tuple(read_hyperparameters(u.optimizer) for u in updates),
+            tuple((read_hyperparameters(u.optimizer), u.as_built.changes) for u in updates),
             share,
         )
         self.step_number += 1
@@ -561,7 +564,11 @@ class Trainer(TrainedModels):
 
     def _describe_settings(self) -> dict[str, str]:
         hooks = {name: (each.optimizer, each.gradient_hooks) for name, each in self._updates.items()}
-        return describe_step_settings(self._saver.tracked.own_names, hooks, self._source)
+        found = describe_step_settings(self._saver.tracked.own_names, hooks, self._source)
+        changes = {
+            f"since the build of {name}": each.as_built.changes for name, each in self._updates.items()
+        }
+        return found | {what: "; ".join(each) for what, each in changes.items() if each}
 
     def _require_loss(self) -> None:
         if self._loss is None:

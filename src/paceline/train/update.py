@@ -36,6 +36,7 @@ from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
+from paceline.train.as_built import AsBuilt
 from paceline.train.bubble import find_bubble
 from paceline.train.copies import Copies
 from paceline.train.precision import Precision
@@ -129,7 +130,8 @@ class Update:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        self.settings = built.describe(schedule)
+        self.as_built = AsBuilt(name, model, optimizer, logs=mesh is None or dist.get_rank() == 0)
+        self.settings = built.describe(schedule) | {"frozen": self.as_built.frozen}
         self._built = built
         self.gradient_hooks: list[GradientHook] = []
         # Called before anything writes to weights or optimizer state, which a save may be copying.
@@ -147,6 +149,8 @@ class Update:
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
         self._whole_steps = whole_steps
+        # Frozen since the build.
+        self._frozen: list[Tensor] = []
         self._board = self._make_board()
         self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
@@ -194,8 +198,11 @@ class Update:
             settings: the settings to compare over the ranks.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
+        self._frozen = [p for _, p in self._named if not p.requires_grad]
         for _, parameter in self._named:  # including those that the optimizer does not have
             parameter.grad = None
+            # The sums over ranks were built with all of them; `_finish` drops the gradients of frozen ones.
+            parameter.requires_grad_(True)
         runner, is_talking = self.runner, self.runner.is_talking
         agreement = Agreement(
             share.num_microbatches,
@@ -217,8 +224,12 @@ class Update:
             self.compression.begin(step, self._unit / loss_scale)
         launch = Launch(agreement, message, runner.used, self._measure_parts if self._num_parts else None)
         work = Work(objective, share, step, phase, self._unit, launch)
-        comm_s = runner.run(work, count_flops=count_flops)
-        updated = self._finish(agreement, settings, comm_s)
+        try:
+            comm_s = runner.run(work, count_flops=count_flops)
+            updated = self._finish(agreement, settings, comm_s)
+        finally:
+            for frozen in self._frozen:
+                frozen.requires_grad_(False)
         if self.compression is not None:
             self.compression.settle(keep=updated.skipped is None)
         if updated.skipped and self.hook_state is not None and hook_memory is not None:
@@ -244,6 +255,7 @@ class Update:
             # Counting runs other kernels (a fused RMSNorm is decomposed). A resumed run that counted again
             # would not have the same bits as one that was never stopped.
             "flops_per_sample": self.runner.flops_per_sample,
+            "frozen": [name for name, p in self._named if not p.requires_grad],
         }
 
     def load(
@@ -261,7 +273,9 @@ class Update:
         moves = moves_schedule(changed)
         num_steps = step if saved_schedule is None else saved_schedule.get("last_epoch", step)
         advanced = self._built.advance(self.schedule if moves else None, num_steps)
-        self.load_optimizer_state(optimizer_state)
+        self.load_optimizer_state(optimizer_state, is_same="frozen" not in changed)
+        for name, parameter in self._named:
+            parameter.requires_grad_(name not in state.get("frozen", ()))
         self._built.take(advanced, changed)
         if self.schedule is not None and saved_schedule is not None and not moves:
             self.schedule.load_state_dict(saved_schedule)
@@ -290,10 +304,16 @@ class Update:
         """
         return join_pieces(self.optimizer_pieces(), self.placement, keep=keep)
 
-    def load_optimizer_state(self, state: Any) -> None:
-        """Load the result of `optimizer_state`, each rank its part."""
+    def load_optimizer_state(self, state: Any, *, is_same: bool = True) -> None:
+        """Load the result of `optimizer_state`, each rank its part.
+
+        Args:
+            state: to load.
+            is_same: whether it must have the same parameters; else others begin without state.
+        """
         self.before_write()
-        load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
+        named = self.model.named_parameters()
+        load_optimizer_state_by_name(self.optimizer, named, state, self.placement, is_same=is_same)
         self.runner.adopt_state(self.optimizer)
 
     def _make_board(self) -> NumberBoard | None:
@@ -310,6 +330,7 @@ class Update:
         started_s = time.perf_counter()
         settle_conjugates(p for _, p in self._named)
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
+        self._drop_frozen()
         gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
         norm_tensor = None if self._num_parts else self._measure_norm()
         compute_s = time.perf_counter() - started_s
@@ -332,9 +353,16 @@ class Update:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale
         skipped = self._find_reason_to_skip(agreed, weight, norm)
+        if skipped is None and self.gradient_hooks:
+            after = self._run_hooks(gradients, scale)
+            scale = 1.0
+            if not math.isfinite(after):
+                skipped = f"after the hooks of on_gradients, {self._name_broken()} is not finite"
+        else:
+            after = norm
         if skipped is None:
             self._statistics.merge(agreed.statistics)
-            self._apply(gradients, scale, norm)
+            self._apply(gradients, scale, after)
         else:
             self._statistics.restore()
         if self._scaler is not None:
@@ -348,6 +376,10 @@ class Update:
         fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
         return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest, dropped)
 
+    def _drop_frozen(self) -> None:
+        for frozen in self._frozen:
+            frozen.grad = None
+
     def _measure_norm(self) -> Tensor:
         return measure_norm(
             [(name, p.grad) for name, p in self._updated],
@@ -359,6 +391,7 @@ class Update:
 
     def _measure_parts(self) -> Tensor:
         assert self._mesh is not None
+        self._drop_frozen()  # the gradients are summed
         return measure_parts(
             [(name, p.grad) for name, p in self._updated],
             [p for _, p in self._updated],
@@ -378,8 +411,10 @@ class Update:
             )
         if weight <= 0 or not math.isfinite(weight):
             return f"the global batch has a total weight of {weight:g}"
-        if math.isfinite(norm):
-            return None
+        return None if math.isfinite(norm) else f"{self._name_broken()} is not finite"
+
+    def _name_broken(self) -> str:
+        """Name the first gradient that is not finite; collective where the model is divided."""
         broken = torch.tensor(
             [p.grad is not None and not bool(local(p.grad).isfinite().all()) for _, p in self._named],
             dtype=torch.int32,
@@ -389,15 +424,18 @@ class Update:
             assert self._mesh is not None
             dist.all_reduce(broken, group=self._mesh.model.group)
         names = [name for (name, _), is_broken in zip(self._named, broken.tolist(), strict=True) if is_broken]
-        return f"the gradient of {names[0] if names else 'the global norm'} is not finite"
+        return f"the gradient of {names[0] if names else 'the global norm'}"
+
+    def _run_hooks(self, gradients: list[Tensor], scale: float) -> float:
+        """Scale the gradients and call the user's hooks on them; return their norm."""
+        self.before_write()
+        multiply_each(gradients, scale)
+        for hook in self.gradient_hooks:
+            hook({name: p.grad for name, p in self._updated if p.grad is not None})
+        return float(self._measure_norm())
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
         self.before_write()
-        if self.gradient_hooks:
-            multiply_each(gradients, scale)
-            for hook in self.gradient_hooks:
-                hook({name: p.grad for name, p in self._updated if p.grad is not None})
-            scale, norm = 1.0, float(self._measure_norm())
         if self._clip_norm:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:

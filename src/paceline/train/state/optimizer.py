@@ -71,6 +71,8 @@ def load_optimizer_state_by_name(
     named_parameters: NamedParameters,
     tree: Mapping[str, Any],
     placement: Placement | None = None,
+    *,
+    is_same: bool = True,
 ) -> None:
     """Load saved state and settings into an optimizer, in any order of its groups.
 
@@ -84,6 +86,7 @@ def load_optimizer_state_by_name(
         named_parameters: `model.named_parameters()`.
         tree: the result of `optimizer_state_by_name`.
         placement: of the model; the tree then has an `OwnPart` for this rank's part of a divided tensor.
+        is_same: whether both must have the same parameters; else others begin without state.
 
     Raises:
         PacelineError: PL511 if the state is of another kind of optimizer or another model, with names.
@@ -93,8 +96,12 @@ def load_optimizer_state_by_name(
         name: list(p.shape) if placement is None else placement.whole_shape(name, p)
         for p, name in names.items()
     }
-    _check_fits(optimizer, names, shapes, tree)
     saved = tree["parameters"]
+    if not is_same:
+        here = {names[p] for group in optimizer.param_groups for p in group["params"]}
+        saved = {name: saved.get(name, {"shape": shapes[name], "state": {}}) for name in here}
+        tree = {**tree, "parameters": saved}
+    _check_fits(optimizer, names, shapes, tree)
     options = [_options_of(group, names, tree) for group in optimizer.param_groups]
     state: dict[Any, Any] = {}
     for group in optimizer.param_groups:
@@ -170,6 +177,8 @@ def _options_of(
     first = ""
     for parameter in group["params"]:
         name = names[parameter]
+        if "group" not in saved[name]:
+            continue
         options = tree["groups"][saved[name]["group"]]
         if options.get(PART) != group.get(PART):
             raise _of_another(f"{name} was trained by {options.get(PART)}, and is by {group.get(PART)} here.")
