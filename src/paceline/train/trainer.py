@@ -336,8 +336,8 @@ class Trainer(TrainedModels):
         Collective. From now on, `save` writes to this folder, and metrics go to its `metrics.jsonl`.
 
         The settings that affect the result must be those of the checkpoint: batch sizes, dtype, clipping,
-        seed, the options of optimizer and schedule as built, the data, what is frozen and tracked. The number of
-        ranks and the layout may change.
+        seed, the options of optimizer and schedule as built, the data, what is frozen and tracked. The
+        number of ranks and the layout may change.
 
         Args:
             folder: of the run.
@@ -381,8 +381,8 @@ class Trainer(TrainedModels):
             A handle with `path` and `wait()`; it can be used as a path.
 
         Raises:
-            PacelineError: PL403 before `resume` was called, PL395 if tracked state differs between ranks, PL418 if
-                copies do (of an asynchronous save, raised by `wait` or the next save), PL433 after
+            PacelineError: PL403 before `resume` was called, PL395 if tracked state differs between ranks,
+                PL418 if copies do (of an asynchronous save, raised by `wait` or the next save), PL433 after
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
