@@ -21,6 +21,7 @@ from paceline.finding import Finding
 from paceline.phrases import name_some
 from paceline.torch_seams.modules import own_buffers, own_modules, own_parameters
 from paceline.torch_seams.tensors import identify
+from paceline.train.several import Several
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class AsBuilt:
         self._frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
         self._shards = [(n, p) for n, p in self._parameters.items() if isinstance(p, DTensor)]
         self._memory = [_find_memory(p) for _, p in self._shards]
-        self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        self._groups = self._list_groups()
         # Buffers may be registered until the first step.
         self._buffers: set[str] | None = None
         self._seen: list[Any] = []
@@ -97,9 +98,16 @@ class AsBuilt:
             found += [(id(p), p.requires_grad, p.dtype) for p in parameters.values() if p is not None]
             found += own_buffers(module)
         found += map(_find_memory, (p for _, p in self._shards))
-        for group in self._optimizer.param_groups:
-            found.append(list(map(id, group["params"])))
+        found.append(self._list_groups())
         return found
+
+    def _list_groups(self) -> list[list[int]]:
+        parts = self._optimizer.parts.values() if isinstance(self._optimizer, Several) else ()
+        return [
+            list(map(id, group["params"]))
+            for each in (self._optimizer, *parts)
+            for group in each.param_groups
+        ]
 
     def _refuse_parts(self) -> None:
         """Raise PL390 if modules or parameters are others than at the build."""
@@ -113,7 +121,8 @@ class AsBuilt:
             if found:
                 # The outermost comes first, and the modules inside of it say the same.
                 raise _changed_error(f"{kind} {name_some(sorted(found, key=_depth), 3)}", self._name)
-        cast = [f"{n} from {d} to {p.dtype}" for n, d, p in self._zip(self._dtypes) if p.dtype != d]
+        dtypes = {name: p.dtype for name, p in self._parameters.items()}
+        cast = [f"{n} from {d} to {dtypes[n]}" for n, d in self._dtypes.items() if dtypes[n] != d]
         if cast:
             raise _changed_error(f"the dtype of {name_some(cast, 3)} changed", self._name)
         assigned = [n for (n, p), m in zip(self._shards, self._memory, strict=True) if _find_memory(p) != m]
@@ -123,9 +132,6 @@ class AsBuilt:
                 self._name,
                 fix="Write into the parameter: `with torch.no_grad(): parameter.copy_(value)`.",
             )
-
-    def _zip(self, values: dict[str, Any]) -> list[tuple[str, Any, Tensor]]:
-        return [(name, value, self._parameters[name]) for name, value in values.items()]
 
     def _refuse_training(self) -> None:
         """Raise PL390 if more is trained than at the build."""
@@ -138,8 +144,7 @@ class AsBuilt:
         if thawed:
             saw = f"requires_grad of {name_some(thawed, 3)} was turned on"
             raise _changed_error(saw, self._name, fix=fix)
-        groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
-        if groups != self._groups:
+        if self._list_groups() != self._groups:
             held = {each for group in self._groups for each in group}
             added = [
                 p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in held
