@@ -14,6 +14,7 @@ Blocks are not searched for further blocks. There are three special cases.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 
@@ -143,7 +144,9 @@ def _children_of(containers: list[Named]) -> list[Named]:
 
 def _called_parts(name: str, module: nn.Module) -> Iterator[Named]:
     """Yield the module itself, or its called parts if it only holds others (for example an nn.ModuleDict)."""
-    if "forward" in vars(module) or type(module).forward is not nn.Module.forward:
+    # Static, because a traced module's class has no forward, but a descriptor that fails.
+    own = inspect.getattr_static(type(module), "forward")
+    if "forward" in vars(module) or own is not nn.Module.forward:
         yield name, module
         return
     for child_name, child in module.named_children():

@@ -140,6 +140,8 @@ def parallelize(
     """
     _check_trains(model)
     layout = settings.layout
+    if layout.divides_model or layout.cp > 1 or layout.recompute != "none":
+        _refuse_scripts(model, layout)
     if settings.sync_batchnorm:
         # First: it replaces modules, and every later step keeps references to modules or parameters.
         _synchronise_batchnorm(model, mesh)
@@ -239,6 +241,19 @@ def _check_trains(model: nn.Module) -> None:
         rule="An update needs at least one parameter to train.",
         fix="Set requires_grad on the parameters to train before passing the model to Paceline.",
     )
+
+
+def _refuse_scripts(model: nn.Module, layout: Layout) -> None:
+    """Raise PL728 for modules that can be neither hooked nor cut."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PacelineError(
+                "PL728",
+                saw=f"{name or 'the model'} is scripted or traced (torch.jit), with layout {layout}.",
+                rule="Such a module runs as a program of its own, which takes no hooks and shows none of its "
+                "operations.",
+                fix="Pass the module that torch.jit was given, or use dp_replicate alone.",
+            )
 
 
 def _divide_activations(

@@ -67,9 +67,8 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
         return whole
     prefix, _, key = name.rpartition(".")
     module = trainer.model.get_submodule(prefix)
-    owner: Tensor | None = own_parameters(module).get(key)
-    if owner is None:
-        owner = own_buffers(module)[key]
+    parameters = own_parameters(module)
+    owner = parameters[key] if key in parameters else own_buffers(module)[key]
     part: Tensor = placement.part(name, whole, owner)
     return part.cpu()
 

@@ -47,6 +47,8 @@ class Modules:
     def __init__(self, model: nn.Module) -> None:
         self._names: list[str] = []
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its caller counts in its place
+                continue
             module.register_forward_pre_hook(lambda _module, _args, name=name: self._names.append(name))
             module.register_forward_hook(lambda _module, _args, _output: self._leave(), always_call=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def list_module_settings(module: nn.Module) -> dict[str, str]:
 
     The key `forward` is the code that the module runs. What Paceline or torch put there is left out.
     """
-    found = {"forward": _name_code(type(module).forward)}
+    found = {"forward": _name_code(inspect.getattr_static(type(module), "forward"))}
     for key, value in vars(module).items():
         if key in _INTERNAL and key != "training":
             continue

@@ -121,7 +121,8 @@ class Watch:
         self.types = Types(self.modules, EPS[dtype])
         wrap_functions(trainer, self._forward, self._loss)
         for name, module in trainer.model.named_modules():
-            self._hook(name, module)
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                self._hook(name, module)
 
     def begin(self, share: Share) -> None:
         """Watch the next step, which trains on `share`."""
