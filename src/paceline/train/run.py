@@ -254,9 +254,7 @@ class _RecipeRun:
                 world=self._world,
                 layout=self._trainer.layout,
             )
-        if self._trainer.step_number >= self._num_steps:
-            self._finish_complete()
-            return
+        self._complete_evaluation()
         while self._trainer.step_number < self._num_steps:
             for share in self._loader:
                 self._take_step(share)
@@ -265,8 +263,9 @@ class _RecipeRun:
 
     def gather_model(self) -> nn.Module:
         """Return the trained model as a plain module, complete on rank 0; collective."""
-        if not self._trainer.layout.divides_model:
-            return self._trainer.model
+        layout = self._trainer.layout
+        if not layout.divides_model and layout.num_sample_parts == 1:
+            return self._trainer.model  # any other forward is one of several ranks
         plain = build_model(self._recipe, self._data)
         self._trainer.gather_into(plain)
         return plain
@@ -319,12 +318,13 @@ class _RecipeRun:
         else:
             self._memory_states.after(step.number)
 
-    def _finish_complete(self) -> None:
-        """Read or compute the evaluation of a run that was complete before this start; train nothing."""
+    def _complete_evaluation(self) -> None:
+        """Read the last evaluation of the starts before this one, or make it if it was interrupted."""
+        step = self._trainer.step_number
         rows = run_on_main(self._world, lambda: read_rows(self._folder / EVALUATIONS))
-        if rows:
+        if rows and rows[-1]["step"] == step:
             self._valid = {key: value for key, value in rows[-1].items() if key != "step"}
-        else:
+        elif step >= self._num_steps or (step and _is_due(step, self._recipe.train.eval_every)):
             self._evaluate()
 
     def _evaluate(self) -> None:
