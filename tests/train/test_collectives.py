@@ -178,12 +178,12 @@ def other_collectives(world: Any) -> dict[str, Any]:
     return result
 
 
-def test_evaluation_is_one_collective_and_a_raw_batch_costs_one_more(ranks: Pool) -> None:
+def test_evaluation_is_two_collectives_and_a_raw_batch_costs_one_more(ranks: Pool) -> None:
     for result in ranks.run(other_collectives, env=RECORD):
-        assert result["first evaluation"] == ["all_gather", "all_gather", "all_reduce"], (
-            "settings, and results"
+        assert result["first evaluation"] == ["all_gather", "all_gather", "all_reduce", "all_reduce"], (
+            "settings, whether to stop, and results"
         )
-        assert result["evaluate"] == ["all_reduce"]
+        assert result["evaluate"] == ["all_reduce", "all_reduce"], "whether to stop, and results"
         assert result["raw batch"] == ["all_reduce", "all_reduce"], "sizes, and gradients"
         assert result["loader"] == []
 

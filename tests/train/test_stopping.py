@@ -162,3 +162,51 @@ def handlers_after(world: Any) -> list[bool]:
 
 def test_signals_are_taken_while_training_only(ranks: Pool) -> None:
     assert ranks.run(handlers_after, nproc=1) == [[True, True, True]]
+
+
+class SlowSamples(torch.utils.data.Dataset[torch.Tensor]):
+    """One hundred seconds of samples; the process that reads the third gets a signal."""
+
+    def __init__(self, is_asked: bool) -> None:
+        self.is_asked, self.num_read = is_asked, 0
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num_read += 1
+        if self.is_asked and self.num_read == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return torch.ones(3)
+
+
+def evaluate(world: Any, folder: str, asked_rank: int) -> tuple[int, str, bool, int, bool]:
+    """Get a signal in an evaluation; return how it ended, and whether the model trains and numbers go on."""
+    trainer = Trainer(
+        nn.Linear(3, 1),
+        loss=lambda output, batch: (output.sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )
+    slow = SlowSamples(world.rank == asked_rank)
+    valid = trainer.loader(slow, global_batch_size=2, shuffle=False, name="valid")  # type: ignore[arg-type]
+    trainer.resume(folder)
+    for batch in trainer.loader(torch.ones(8, 3), global_batch_size=4):  # type: ignore[arg-type]
+        trainer.step(batch)
+    before = torch.get_rng_state()
+    with pytest.raises(Stopped) as stopped:
+        trainer.evaluate(valid)
+    same = torch.equal(before, torch.get_rng_state())
+    trainer.close()
+    assert stopped.value.saved is not None
+    return stopped.value.step, Path(stopped.value.saved).name, trainer.model.training, slow.num_read, same
+
+
+@pytest.mark.parametrize(("nproc", "asked_rank"), [(2, 1), (1, 0)])
+def test_an_evaluation_ends_and_its_step_is_saved(
+    ranks: Pool, tmp_path: Path, nproc: int, asked_rank: int
+) -> None:
+    found = ranks.run(evaluate, nproc=nproc, args=(str(tmp_path / "run"), asked_rank))
+    assert [each[:3] for each in found] == [(2, "step-00000002", True)] * nproc
+    assert len({each[3] for each in found}) == 1, "all ranks leave before the same batch"
+    assert all(each[3] < 300 and each[4] for each in found)

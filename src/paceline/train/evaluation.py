@@ -22,6 +22,7 @@ from paceline.train.loaders import TrainerLoader
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
 from paceline.train.same_settings import all_ranks, check_same_samples
+from paceline.train.stopping import StopChecks, StopRequests
 
 Metric = Callable[[Any, Any], Any]
 
@@ -63,16 +64,18 @@ def evaluate(
     mesh: Mesh | None,
     precision: Precision,
     seed: int,
+    requests: StopRequests,
     global_loss: GlobalLoss | None = None,
 ) -> Evaluation:
     """Run the model in eval mode over all samples of a loader; collective.
 
     Every rank runs its microbatches. One collective at the end gives each microbatch's sums a slot of their
     own, so they are added in the same order on every layout. With a global loss, loss and metrics are those
-    of whole global batches.
+    of whole global batches. About once a second, one more tells whether some rank was asked to stop.
 
     Raises:
         PacelineError: PL411 for a loader without samples, or whose samples have no weight.
+        AskedToStopError: on all ranks before the same batch.
     """
 
     def measure(output: Any, batch: Any, samples: Any = None) -> Tensor:
@@ -94,7 +97,9 @@ def evaluate(
     rows: list[tuple[int, Tensor]] = []
     num_microbatches = num_samples = 0
     try:
+        asked = StopChecks(requests, precision.device, is_alone=mesh is None)
         for share in loader.iterate_once():
+            asked.check()
             if mesh is not None and share.digests and not num_samples:
                 check_same_samples(loader, share, all_ranks())
             first = num_microbatches

@@ -11,12 +11,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from paceline.exit_codes import stop_code
 
 # Schedulers announce the end of a job by SIGTERM, or by the signal that a job script names.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal and a launcher may both deliver one Ctrl-C; only a later one means "now".
 _SAME_REQUEST_S = 1.0
+# How often work between steps asks whether to stop; launchers give ranks several seconds to end.
+_CHECK_S = 1.0
 
 
 class Stopped(SystemExit):
@@ -85,6 +90,51 @@ class StopRequests:
             return
         if not self.signum:
             self.signum, self._since_s = signum, now
+
+
+class AskedToStopError(Exception):
+    """The end of work between two steps, on all ranks at the same place; the trainer then leaves.
+
+    Attributes:
+        signum: the signal that some rank received.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class StopChecks:
+    """Checks for stop signals in long work between steps, which all ranks do in as many pieces.
+
+    A check is a collective. The first comes after the first piece; its result, the same on all ranks, holds
+    how many pieces the slowest rank does in a second, and so which piece the next one comes after.
+
+    Args:
+        requests: the signals of this rank.
+        device: for the collective.
+        is_alone: whether there are no other ranks.
+    """
+
+    def __init__(self, requests: StopRequests, device: torch.device, *, is_alone: bool) -> None:
+        requests.install()
+        self._requests, self._device, self._is_alone = requests, device, is_alone
+        self._begin_s = time.monotonic()
+        self._num_pieces, self._next = -1, 1
+
+    def check(self) -> None:
+        """Raise `AskedToStopError` if some rank was asked to stop; called before each piece; collective."""
+        self._num_pieces += 1
+        signum, elapsed_s = self._requests.signum, time.monotonic() - self._begin_s
+        if not self._is_alone:
+            if self._num_pieces < self._next:
+                return
+            numbers = torch.tensor([signum, elapsed_s], dtype=torch.float64, device=self._device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+            signum, elapsed_s = int(numbers[0]), float(numbers[1])
+            self._next += max(1, int(_CHECK_S * self._num_pieces / max(elapsed_s, 1e-6)))
+        if signum:
+            raise AskedToStopError(signum)
 
 
 def _is_caught_in_c(signum: int) -> bool:

@@ -59,7 +59,7 @@ from paceline.train.same_settings import (
 from paceline.train.saving import SaveHandle, Saving, refuse_saving
 from paceline.train.state.saver import Saver
 from paceline.train.step import Step
-from paceline.train.stopping import Stopped, StopRequests
+from paceline.train.stopping import AskedToStopError, Stopped, StopRequests
 from paceline.train.trained_models import TrainedModels
 from paceline.train.update import Updated
 from paceline.world import current_world
@@ -504,22 +504,31 @@ class Trainer(TrainedModels):
         Args:
             loader: from `loader(..., shuffle=False)`; its position does not change.
             metrics: by name, from (output, batch) to (sum, weight), as `loss`.
+
+        Raises:
+            Stopped: as `step`.
         """
         self._require_loss()
         started_s = time.perf_counter()
-        with preserved_generators(self.world.device), self._memory.explained(None):
-            result = evaluate(
-                self.model,
-                self._updates["model"].runner,
-                loader,
-                forward=self._forward,
-                loss=self._loss,  # type: ignore[arg-type]
-                metrics=dict(metrics or {}),
-                mesh=self._mesh,
-                precision=self._precision,
-                seed=derive_seed(self._given.seed, "evaluate"),
-                global_loss=self._global_loss,
-            )
+        try:
+            with preserved_generators(self.world.device), self._memory.explained(None):
+                result = evaluate(
+                    self.model,
+                    self._updates["model"].runner,
+                    loader,
+                    forward=self._forward,
+                    loss=self._loss,  # type: ignore[arg-type]
+                    metrics=dict(metrics or {}),
+                    mesh=self._mesh,
+                    precision=self._precision,
+                    seed=derive_seed(self._given.seed, "evaluate"),
+                    requests=self._requests,
+                    global_loss=self._global_loss,
+                )
+        except AskedToStopError as asked:
+            self._stop_signum = asked.signum
+            self.leave_if_asked()
+            raise
         self._records.write_evaluation(self.step_number, result.values())
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
