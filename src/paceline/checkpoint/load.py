@@ -12,6 +12,7 @@ from paceline.checkpoint.content import find_content
 from paceline.checkpoint.content.protocol import list_model, open_tree, read_all
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
+from paceline.checkpoint.run_state import check_run_state, looks_like_a_run
 from paceline.checkpoint.validity import is_usable, refuse_newer, verify
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -145,6 +146,19 @@ def check_usable(path: Path) -> None:
         raise PacelineError(first.code, saw=f"{path}: {first.saw}", rule=first.rule, fix=first.fix)
 
 
+def list_trained(path: Path) -> set[str]:
+    """Return the names of the trained tensors of a run's checkpoint, after checking its state.
+
+    Raises:
+        PacelineError: PL506.
+        BadStateError: see `check_run_state`.
+    """
+    found = open_usable(path)
+    if not looks_like_a_run(found.identity, found.state):
+        return set()
+    return check_run_state(found.step, found.model, found.optimizer, found.state)
+
+
 def open_usable(path: Path) -> Loaded:
     """Open a checkpoint that `verify` has just found usable, its tensors unread (`StoredTensor`).
 
@@ -165,7 +179,7 @@ def open_usable(path: Path) -> Loaded:
             recipe_toml=stored.read_recipe(),
             identity=manifest.identity,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise unreadable_error(path, error) from error
 
 

@@ -141,10 +141,14 @@ def parse_manifest(text: bytes) -> Manifest:
         files = {name: _parse_record(name, record) for name, record in table["files"].items()}
         if not holders.keys() <= files.keys():
             raise ValueError("it has holders of files that it does not list")
+        identity = dict(table["identity"])
+        if not isinstance(identity.get("run", ""), str):
+            raise ValueError(f"the run is {identity['run']!r:.60}")
+        _parse_number(identity.get("generation", 0), "the start")
         return Manifest(
             step=_parse_number(table["step"], "the step"),
             files=files,
-            identity=dict(table["identity"]),
+            identity=identity,
             content=str(table["content"]),
             holders=holders,
         )

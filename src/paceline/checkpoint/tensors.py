@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -350,6 +350,20 @@ def read_tensor(
     return found
 
 
+def find_nan(path: Path, names: Collection[str]) -> str:
+    """Return the first of some tensors of a safetensors file that has a NaN, or ""."""
+    with _opened(path) as file:
+        found: set[str] = set(file.keys()).intersection(names)
+        for name in sorted(found):
+            values = file.get_tensor(name)
+            if (
+                values.is_floating_point()
+                and (values.float() if values.itemsize == 1 else values).isnan().any()
+            ):
+                return name
+    return ""
+
+
 def read_into(
     path: Path, name: str, source: Part, wanted: Part, found: torch.Tensor, files: OpenFiles
 ) -> None:
@@ -390,7 +404,14 @@ def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) ->
 def _opened(path: Path, files: OpenFiles | None = None) -> Iterator[_File]:
     try:
         yield (files or OpenFiles()).open(path)
-    except (OSError, ValueError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise UnreadableTensorsError(f"{path.name}: {error}", file=path.name) from None
 
 

@@ -21,6 +21,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -191,23 +192,26 @@ def decode(structure: Any, tensors: Mapping[str, Any]) -> Any:
         MalformedTreeError: for a structure that `encode` does not make, or a tensor that is missing.
     """
     try:
-        return _decode(structure, tensors)
+        return _decode(structure, tensors, 0)
     except (KeyError, TypeError, ValueError, AttributeError, struct.error, RecursionError) as error:
         raise MalformedTreeError(f"{type(error).__name__}: {error}") from None
 
 
-def _decode(structure: Any, tensors: Mapping[str, Any]) -> Any:
+def _decode(structure: Any, tensors: Mapping[str, Any], depth: int) -> Any:
+    if depth > MAX_DEPTH + 1:  # else it would load here and not where the stack is deeper
+        raise MalformedTreeError(f"nested more than {MAX_DEPTH} deep")
+    inner = partial(_decode, tensors=tensors, depth=depth + 1)
     if isinstance(structure, list):
-        return [_decode(item, tensors) for item in structure]
+        return list(map(inner, structure))
     if not isinstance(structure, dict):
         return structure
     kind = structure.get("$")
     if kind is None:
-        return {key: _decode(item, tensors) for key, item in structure.items()}
+        return {key: inner(item) for key, item in structure.items()}
     if kind == "dict":
-        return {_decode(key, tensors): _decode(item, tensors) for key, item in structure["items"]}
+        return {inner(key): inner(item) for key, item in structure["items"]}
     if kind == "tuple":
-        return tuple(_decode(item, tensors) for item in structure["items"])
+        return tuple(map(inner, structure["items"]))
     if kind == "int":
         return int(structure["hex"], 16)
     if kind == "float":
@@ -228,6 +232,8 @@ def _as_array(data: bytes, dtype_name: str, shape: tuple[int, ...]) -> np.ndarra
     dtype = np.dtype(dtype_name)
     if dtype.hasobject:
         raise MalformedTreeError(f"dtype {dtype_name!r}")
+    if dtype.itemsize * math.prod(shape) != len(data):  # else little data could ask for any amount of memory
+        raise MalformedTreeError(f"{len(data)} bytes for {dtype_name!r:.60} of shape {shape!r:.60}")
     if not data:
         return np.zeros(shape, dtype)
     return np.frombuffer(data, dtype).reshape(shape).copy()

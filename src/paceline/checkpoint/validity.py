@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from paceline.checkpoint.hashed import hash_file
@@ -55,7 +56,7 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     if manifest.content not in CONTENTS:
         findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
     elif read_all and not findings:
-        findings += check_fits(path, manifest)
+        findings = check_loads(path, manifest) or check_values(path, manifest, manifest.files)
     findings += _extra_files(path, {*manifest.files, FILE_NAME})
     return findings
 
@@ -71,7 +72,48 @@ def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
 
     content = find_content(manifest.content)
     assert content is not None
-    return [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
+    try:
+        return [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
+    except Exception as error:  # whatever the reason, what cannot be read cannot be loaded
+        return [_unfit(path, f"it cannot be read ({type(error).__name__}: {error}).")]
+
+
+def check_loads(path: Path, manifest: Manifest) -> list[Finding]:
+    """Return PL506 for a checkpoint that could not be loaded, by loading all of it but the tensors."""
+    if problems := check_fits(path, manifest):
+        return problems
+    from paceline.checkpoint.load import list_trained
+
+    try:
+        list_trained(path)
+    except PacelineError as error:
+        return [_unfit(path, error.saw)]
+    except Exception as error:
+        return [_unfit(path, f"its state cannot be loaded ({type(error).__name__}: {error}).")]
+    return []
+
+
+def check_values(path: Path, manifest: Manifest, names: Collection[str]) -> list[Finding]:
+    """Return PL506 for weights that are not a number, for a checkpoint that loads.
+
+    Args:
+        path: the checkpoint's folder.
+        manifest: of the checkpoint.
+        names: of the files to read.
+    """
+    from paceline.checkpoint.content import find_content
+    from paceline.checkpoint.load import list_trained
+
+    content = find_content(manifest.content)
+    assert content is not None
+    try:
+        trained = list_trained(path)
+        found = [(name, content.find_nan(path / name, trained)) for name in names]
+    except Exception as error:  # another process changes it meanwhile
+        return [_unfit(path, f"it cannot be read ({type(error).__name__}: {error}).")]
+    return [
+        _unfit(path / name, f"{weight} has values that are no numbers.") for name, weight in found if weight
+    ]
 
 
 def is_usable(findings: list[Finding]) -> bool:

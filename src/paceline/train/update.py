@@ -44,7 +44,7 @@ from paceline.train.runners.runner import Runner
 from paceline.train.runners.work import Launch, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
-from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
+from paceline.train.state.optimizer import load_optimizer_state_by_name, of_another, optimizer_state_by_name
 from paceline.train.state.pieces import complete_pieces, join_pieces
 from paceline.train.whole_steps import WholeSteps
 
@@ -278,7 +278,12 @@ class Update:
             parameter.requires_grad_(name not in state.get("frozen", ()))
         self._built.take(advanced, changed)
         if self.schedule is not None and saved_schedule is not None and not moves:
-            self.schedule.load_state_dict(saved_schedule)
+            try:
+                self.schedule.load_state_dict(saved_schedule)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise of_another(
+                    f"the schedule cannot load its part ({type(error).__name__}: {error})."
+                ) from error
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]

@@ -9,7 +9,7 @@ recipe.toml                                the resolved recipe, where the run ha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from paceline.checkpoint.tensors import (
     TensorInfo,
     UnreadableTensorsError,
     find_aliases,
+    find_nan,
     plan_json,
     plan_tensors,
     read_infos,
@@ -127,6 +128,10 @@ class Full:
                 for tensor in sorted(there - wanted)
             ]
         return problems
+
+    def find_nan(self, file: Path, trained: Collection[str]) -> str:
+        """Return the first trained tensor with a NaN in a file, or ""."""
+        return find_nan(file, trained) if file.name == _tensors(MODEL) else ""
 
 
 class FullStored:

@@ -7,7 +7,7 @@ names the content that wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +91,9 @@ class Content(Protocol):
 
     def check(self, folder: Path) -> list[Problem]:
         """Return file names and what is wrong with each, to end a sentence. Reads no tensor."""
+
+    def find_nan(self, file: Path, trained: Collection[str]) -> str:
+        """Return the first of the model's trained tensors with a NaN in a file of it, or ""."""
 
 
 @dataclass(frozen=True)

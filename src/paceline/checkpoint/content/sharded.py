@@ -13,7 +13,7 @@ part in the whole tensor, as runs (start, stop) per dimension:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from paceline.checkpoint.tensors import (
     OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
+    find_nan,
     plan_json,
     plan_tensors,
     read_header,
@@ -117,6 +118,11 @@ class Sharded:
                 for name in sorted(there - wanted)
             ]
         return problems
+
+    def find_nan(self, file: Path, trained: Collection[str]) -> str:
+        """Return the first trained tensor with a NaN in a file, or ""."""
+        names = {f"{MODEL}/{name}" for name in trained}
+        return find_nan(file, names).removeprefix(f"{MODEL}/") if file.name.startswith(_PREFIX) else ""
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ class ShardedStored:
             described = json.loads(metadata.get("parts", "{}"))
             parts = {name: _parse_part(entry) for name, entry in described.items()}
             tied |= {str(name): str(kept) for name, kept in json.loads(metadata.get("tied", "{}")).items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UnreadableTensorsError(f"its parts are not parts: {error}", file=file) from None
         for name, info in infos.items():
             part = parts.get(name) or Part.all_of(info.shape)

@@ -34,7 +34,7 @@ from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.checkpoint.manifest import BadManifestError, Manifest, NewerFormatError, read_manifest
 from paceline.checkpoint.names import step_name
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.validity import check_fits, is_share, refuse_newer, verify
+from paceline.checkpoint.validity import check_loads, check_values, is_share, refuse_newer, verify
 from paceline.errors import PacelineError
 from paceline.phrases import join, name_some
 from paceline.train.state.disks import Disks, name_rank, raise_any
@@ -462,7 +462,7 @@ def _bring(
         if disks.leads and (path := folder.steps().get(manifest.step)) is not None:
             findings = verify(path, read_all=False)
             if is_share(findings) and disks.own in readers:
-                findings += check_fits(path, manifest)
+                findings += check_loads(path, manifest) or check_values(path, manifest, manifest.files)
             for finding in findings:
                 if not is_share([finding]):
                     raise PacelineError(finding.code, saw=finding.saw, rule=finding.rule, fix=finding.fix)

@@ -149,7 +149,7 @@ def _check_fits(
 ) -> None:
     kind = type(optimizer).__name__
     if tree["kind"] != kind:
-        raise _of_another(f"it is of the optimizer {tree['kind']}, and this one is {kind}.")
+        raise of_another(f"it is of the optimizer {tree['kind']}, and this one is {kind}.")
     saved = tree["parameters"]
     here = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     problems = []
@@ -165,7 +165,7 @@ def _check_fits(
     if misshapen:
         problems.append(f"shapes differ: {name_some(misshapen, 5)}")
     if problems:
-        raise _of_another("; ".join(problems) + ".")
+        raise of_another("; ".join(problems) + ".")
 
 
 def _options_of(
@@ -186,7 +186,7 @@ def _options_of(
             found, first = options, name
         elif not _same(found, options):
             differing = [key for key in options if not _same(options[key], found.get(key))]
-            raise _of_another(
+            raise of_another(
                 f"{first} and {name} are in one group here, and were saved with other {', '.join(differing)}."
             )
     return {key: _copy(value) for key, value in (found or {}).items()}
@@ -248,7 +248,8 @@ def _map_items(value: Any, function: Any) -> Any:
     return value
 
 
-def _of_another(saw: str) -> PacelineError:
+def of_another(saw: str) -> PacelineError:
+    """Return PL511 for state that does not fit."""
     return PacelineError(
         "PL511",
         saw=f"The saved optimizer state does not fit: {saw}",

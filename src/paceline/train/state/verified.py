@@ -5,7 +5,8 @@ Protocol for one checkpoint, all ranks together:
 1. Rank 0 checks the manifest, and that all files are there with their sizes.
 2. Ranks report whether they see the same manifest. Those that do share out the files, by size.
 3. Each hashes its files. Rank 0 hashes those that another rank could not read.
-4. If all hashes are right, rank 0 compares the headers of the files.
+4. If all hashes are right, rank 0 loads everything but the tensors.
+5. If that is possible, each rank looks for weights that are no numbers in its files.
 
 All ranks get the same findings, those of `checkpoint.verify`.
 """
@@ -18,8 +19,15 @@ from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.load import OnSkip, no_valid_error
-from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
-from paceline.checkpoint.validity import check_fits, check_hash, is_usable, refuse_newer, verify
+from paceline.checkpoint.manifest import BadManifestError, Manifest, NewerFormatError, read_manifest
+from paceline.checkpoint.validity import (
+    check_hash,
+    check_loads,
+    check_values,
+    is_usable,
+    refuse_newer,
+    verify,
+)
 from paceline.finding import Finding
 from paceline.train.state.disks import raise_any
 from paceline.train.state.transfer import gather, run_on_main
@@ -99,10 +107,13 @@ class SharedVerification:
         readers = [rank for rank, sees in enumerate(gather(world, _digest(path) == digest)) if sees]
         own: list[Finding] = []
         unread: list[str] = []
+        own_files: list[str] = []
+        manifest: Manifest | None = None
         if world.rank in readers:
             manifest = read_manifest(path)
             sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-            for name in share_out(sizes, len(readers))[readers.index(world.rank)]:
+            own_files = share_out(sizes, len(readers))[readers.index(world.rank)]
+            for name in own_files:
                 finding = check_hash(path, manifest, name)
                 if finding is not None and finding.code == "PL500" and not world.is_main:
                     unread.append(name)
@@ -111,15 +122,17 @@ class SharedVerification:
         gathered = gather(world, (own, unread))
 
         def complete() -> list[Finding]:
-            manifest = read_manifest(path)
             found = [finding for findings, _ in gathered for finding in findings]
             for name in (name for _, names in gathered for name in names):
-                if (finding := check_hash(path, manifest, name)) is not None:
+                if (finding := check_hash(path, read_manifest(path), name)) is not None:
                     found.append(finding)
             found.sort(key=lambda finding: finding.where)
-            return found or check_fits(path, manifest)
+            return found or check_loads(path, read_manifest(path))
 
-        return run_on_main(world, complete)
+        if found := run_on_main(world, complete):
+            return found
+        own = [] if manifest is None else check_values(path, manifest, own_files)
+        return [finding for findings in gather(world, own) for finding in findings]
 
 
 def share_out(sizes: Mapping[str, int], num: int) -> list[list[str]]:
