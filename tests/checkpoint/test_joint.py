@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.checkpoint import CheckpointFolder, verify
-from paceline.checkpoint.alive import find_live, hold
+from paceline.checkpoint import CheckpointFolder, alive, verify
+from paceline.checkpoint.alive import Hold, find_live
 from paceline.checkpoint.content import full
 from paceline.checkpoint.names import SAVING, TMP
 from paceline.checkpoint.tensors import tensor_bytes
@@ -139,8 +146,8 @@ def test_a_save_under_way_is_left_alone_and_keeps_other_runs_out(tmp_path: Path)
     folder = CheckpointFolder(tmp_path, keep=2)
     save(folder, 1)
     code = (
-        "import sys; from pathlib import Path; from paceline.checkpoint.alive import hold; "
-        "stream = hold(Path(sys.argv[1]) / 'alive-00000', sys.argv[2]); print('held', flush=True); input()"
+        "import sys; from pathlib import Path; from paceline.checkpoint.alive import Hold; "
+        "stream = Hold(Path(sys.argv[1]) / 'alive-00000', sys.argv[2]); print('held', flush=True); input()"
     )
     saving, temporary = folder.path / f"{SAVING}step-00000002-ab", folder.path / ".tmp-step-00000002-ab"
     for path in (saving, temporary):
@@ -166,7 +173,7 @@ def test_a_save_under_way_is_left_alone_and_keeps_other_runs_out(tmp_path: Path)
 def test_own_lock_is_no_living_writer(tmp_path: Path) -> None:
     saving = tmp_path / f"{SAVING}step-00000002-ab"
     saving.mkdir()
-    with hold(saving / "alive-00000", None):
+    with Hold(saving / "alive-00000", None):
         assert list(find_live(tmp_path, own=saving)) == []
 
 
@@ -183,3 +190,82 @@ def test_a_writer_that_never_comes_ends_the_save(tmp_path: Path, monkeypatch: py
     assert outcome.error.code == "PL540"
     assert "writer of rank 1" in outcome.error.saw
     assert f"process {os.getpid()}" in outcome.error.saw
+
+
+def save_without_locks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, delay_s: float, beats: bool = True
+) -> dict[int, Any]:
+    """Run two writers on nodes that do not see each other's locks; the second needs longer."""
+    monkeypatch.setattr(joint, "_SILENT_S", 1.5)
+    monkeypatch.setattr(alive, "_BEAT_S", 0.3 if beats else 1000.0)
+    hosts = {"writer-0": "a", "writer-1": "b"}
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts.get(threading.current_thread().name, "c"))
+    monkeypatch.setattr(alive, "is_held", lambda path: False if path.exists() else None)
+    monkeypatch.setattr(joint, "is_held", alive.is_held)
+    if kind == "nolock":
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(fcntl, "lockf", refuse)
+    orders, found = prepare(folder / "run", folder / "data"), {}
+    data = (folder / "data").read_bytes()
+
+    def write(order: Order) -> None:
+        def read(start: int, num_bytes: int) -> Iterator[memoryview]:
+            time.sleep(delay_s * order.writer)
+            yield memoryview(data)[start : start + num_bytes]
+
+        save = joint.JointSave(order)
+        save.begin()
+        save.write(read)
+        found[order.writer] = save.conclude()
+        save.leave(found[order.writer])
+
+    threads = [threading.Thread(target=write, args=(each,), name=f"writer-{each.writer}") for each in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nolock", "localflock"])
+def test_a_slow_writer_whose_lock_is_not_seen_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    found = save_without_locks(tmp_path, monkeypatch, kind, 1.0)
+    assert [found[writer].error for writer in (0, 1)] == [None, None]
+    assert verify(tmp_path / "run/checkpoints/step-00000002") == []
+
+
+def test_a_silent_writer_whose_lock_is_not_seen_ends_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = save_without_locks(tmp_path, monkeypatch, "localflock", 1.0, beats=False)
+    assert {each.error and each.error.code for each in found.values()} == {"PL540"}
+
+
+def test_a_writer_that_stands_still_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "STILL_S", 1.5)
+    first, _ = prepare(tmp_path / "run", tmp_path / "data")
+    saving = tmp_path / "run/checkpoints" / f"{SAVING}step-00000002-abcd"
+    saving.mkdir(parents=True)
+    code = (
+        "import sys; from pathlib import Path; from paceline.checkpoint.alive import Hold; "
+        "stream = Hold(Path(sys.argv[1]) / 'alive-00001', None); print('held', flush=True); input()"
+    )
+    words = [sys.executable, "-c", code, str(saving)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        other.send_signal(signal.SIGSTOP)
+        save = joint.JointSave(first)
+        save.begin()
+        save.write(lambda start, num_bytes: [memoryview(bytes(num_bytes))])
+        outcome = save.conclude()
+        save.leave(outcome)
+        other.kill()
+    assert outcome.error is not None
+    assert outcome.error.code == "PL549"
+    assert "The writer of rank 1 has made no progress" in outcome.error.saw

@@ -34,6 +34,7 @@ from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.writing import writer_process
 from paceline.checkpoint.writing.state_copy import StateCopy
 from paceline.errors import PacelineError
+from paceline.train import saving as saving_module
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 from tests.train.slow_writer import ORDERS
@@ -433,6 +434,49 @@ def test_a_killed_writer_costs_one_save(ranks: Pool, tmp_path: Path) -> None:
     assert all(is_usable(verify(path)) for path in list_at(tmp_path))
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert not [name for name in left if name.startswith((".tmp", ".saving"))]
+
+
+def stop_writers(world: Any, folder: str, is_asked: bool) -> tuple[list[str], float]:
+    """Stop a writer of rank 1 before its second save; return how saves ended, and how long the third took."""
+    trainer = build_trainer("dp_shard=2")
+    trainer.resume(folder)
+    codes, waited_s = [], 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_process, "_LAST_S", 1.0)
+        patch.setattr(saving_module, "STILL_S", 600.0 if is_asked else 4.0)
+        patch.setattr(saving_module, "_STOPPING_STILL_S", 4.0)
+        handles = []
+        for number in steps(trainer, 3):
+            background = trainer._saver.saving.background
+            assert background is not None
+            if number == 2:
+                handles[0].wait()
+                if world.rank == 1:
+                    assert background.writer_pid is not None
+                    os.kill(background.writer_pid, signal.SIGSTOP)
+            if number == 3 and is_asked:
+                trainer._requests.signum = signal.SIGTERM
+            begin_s = time.monotonic()
+            handles.append(trainer.save())
+            waited_s = time.monotonic() - begin_s
+        handles[2].wait()
+        trainer._requests.signum = 0
+        for handle in handles:
+            assert handle.outcome is not None
+            codes.append("saved" if handle.outcome.error is None else handle.outcome.error.saw)
+        trainer.close()
+    return codes, waited_s
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_writer_that_stands_still_costs_one_save(ranks: Pool, tmp_path: Path, is_asked: bool) -> None:
+    (codes, waited_s), other = ranks.run(stop_writers, 2, (str(tmp_path), is_asked))
+    assert codes == other[0]
+    assert (codes[0], codes[2]) == ("saved", "saved")
+    assert "The writer of this rank" in codes[1]
+    assert "made no progress" in codes[1]
+    assert waited_s < 60
+    assert [path.name for path in list_at(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
 # ---- what is refused

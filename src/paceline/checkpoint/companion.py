@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -83,6 +85,18 @@ class CompanionProcess:
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
+    def _has_message(self, timeout_s: float) -> bool:
+        """Return whether something has arrived, or arrives in time."""
+        return b"\n" in self._received or bool(select.select([self._link], [], [], timeout_s)[0])
+
+    def kill(self) -> None:
+        """Kill it; one that waits for a disk ends when the disk answers."""
+        self._process.kill()
+        self._link.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        self._process.returncode = self._process.returncode or -signal.SIGKILL  # else Popen warns
+
     def _describe_end(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
@@ -102,6 +116,7 @@ class RankLink:
         self._link = link
         self._rank_pid = rank_pid
         self._received = b""
+        self._sending = threading.Lock()
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next message of the rank, or `None` if the rank has ended."""
@@ -121,8 +136,14 @@ class RankLink:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the rank, if it still is there."""
-        with suppress(OSError):
+        with suppress(OSError), self._sending:
             self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def send_soon(self, message: dict[str, Any]) -> None:
+        """Send a message unless that would wait for the rank."""
+        with suppress(OSError, ValueError):
+            if select.select([], [self._link], [], 0)[1]:
+                self.send(message)
 
     def close(self) -> None:
         """Close the connection."""

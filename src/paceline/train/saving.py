@@ -28,7 +28,7 @@ from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content.protocol import Prepared
 from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.checkpoint.names import step_name
-from paceline.checkpoint.writing.joint import Order, Outcome
+from paceline.checkpoint.writing.joint import STILL_S, Order, Outcome
 from paceline.errors import PacelineError
 from paceline.train.state.background import Background
 from paceline.train.state.memory_saves import MemorySaves
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # How long a rank that ends waits for the outcome of its last save. The writer then finishes alone.
 _CLOSING_S = 30.0
+# How long a writer may be silent once this rank is asked to stop; it says something every 2 s.
+_STOPPING_STILL_S = 7.0
 
 # Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
 # the ranks' copies differ.
@@ -149,6 +151,11 @@ class Saving:
         self._save_s: float | None = None
         self._is_reserved = False
         self.memory = MemorySaves(world)
+
+    def hurry_if(self, is_asked: Callable[[], bool]) -> None:
+        """Give up a writer that stands still at once where this rank is asked to stop."""
+        if self.background is not None:
+            self.background.still_s = lambda: _STOPPING_STILL_S if is_asked() else STILL_S
 
     def start(self) -> None:
         """Get ready for saves into a run's folder."""
@@ -436,7 +443,8 @@ def _join(outcomes: list[Outcome | None]) -> Outcome:
     for outcome in known:
         if outcome.path is not None:
             return outcome
-    of_disk = [outcome for outcome in known if outcome.error is not None and outcome.error.code == "PL508"]
+    causes = ("PL508", "PL549")  # the others follow from these
+    of_disk = [outcome for outcome in known if outcome.error is not None and outcome.error.code in causes]
     return (of_disk or known)[0]
 
 

@@ -2,7 +2,7 @@
 
     .tmp-step-00000050-TOKEN/        the checkpoint's files, each made by one writer
     .saving-step-00000050-TOKEN/
-        alive-00003                  held locked by writer 3 while it works (`alive.py`)
+        alive-00003                  held locked and rewritten by writer 3 while it works (`alive.py`)
         left-00003                   its name once writer 3 has left
         record-00003.json            sizes and hashes of its files, once these are durable, and digests of
                                      the tensors that other ranks hold too
@@ -15,6 +15,8 @@
    outcome is written under the same lock, so there is only one.
 4. A writer that fails writes the outcome instead. One that dies releases its lock: if it left no record, the
    others end the save. If it died later, they finish what it began.
+5. A writer that stands still, because it or its disk does, rewrites its file no more: that ends the save too.
+   Where another's lock was never seen, only this shows that it lives, and the first writer alone commits.
 
 So a save is committed once every share is in a writer's hands, even if all ranks are dead by then.
 """
@@ -29,10 +31,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paceline.checkpoint import files
-from paceline.checkpoint.alive import alive_name, hold, is_held
+from paceline.checkpoint.alive import Hold, alive_name, is_held, read_sign, shares_locks
 from paceline.checkpoint.commit import Commits
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import (
@@ -54,6 +56,10 @@ _LOCKED_S = 60.0
 # How long to wait for a writer without a visible file (a shared disk may show it late), and for one whose
 # file is not locked (it may be about to lock it).
 _APPEARS_S, _LOCKS_S = 10.0, 2.0
+# How long a file stays as it is before its writer counts as ended, where locks cannot be seen, and as
+# standing still, where it is locked. A busy disk may take seconds for the few bytes.
+_SILENT_S, STILL_S = 30.0, 60.0
+_PAUSED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -122,17 +128,25 @@ class JointSave:
 
     Args:
         order: what to write.
+        on_beat: called every few seconds, as long as the disk does what it is asked.
+
+    Attributes:
+        doing: what it does at the moment.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, on_beat: Callable[[], None] = lambda: None) -> None:
         self._order = order
+        self._on_beat = on_beat
+        self.doing = "nothing yet"
         generation = order.identity.get("generation")
         self._commits = Commits(order.folder, order.keep, generation)
         name = f"{step_name(order.step)}-{order.token}"
         self._temporary = self._commits.path / f"{TMP}{name}"
         self._saving = self._commits.path / f"{SAVING}{name}"
-        self._alive: IO[bytes] | None = None
-        self._missing_since: dict[int, float] = {}
+        self._alive: Hold | None = None
+        # By writer: what its file last held, and since when; those whose lock was seen.
+        self._signs: dict[int, tuple[bytes, float]] = {}
+        self._seen_locked = set[int]()
 
     def begin(self) -> None:
         """Make the folders, and show that this writer is alive.
@@ -145,7 +159,8 @@ class JointSave:
             files.make_folder(self._commits.path)
             self._commits.refuse_other_runs(self._order.identity.get("run"), own=self._saving)
             files.make_folder(self._saving)
-            self._alive = hold(self._saving / alive_name(self._order.writer), self._order.identity.get("run"))
+            own = self._saving / alive_name(self._order.writer)
+            self._alive = Hold(own, self._order.identity.get("run"), self._on_beat)
             files.make_folder(self._temporary)
             self._commits.refuse_older()
 
@@ -162,29 +177,33 @@ class JointSave:
         with self._explained():
             records = {}
             for name, start, num_bytes in self._order.files:
+                self.doing = f"writing {self._temporary / name} ({num_bytes:,} bytes)"
                 with HashedFile(self._temporary / name) as file:
                     for data in read(start, num_bytes):
                         file.write(data)
                 records[name] = asdict(file.record)
+            self.doing = f"making {self._temporary} durable"
             files.sync_folder(self._temporary)
             self._put(_record_name(self._order.writer), {"files": records, "digests": digests})
 
     def conclude(self) -> Outcome:
         """Wait for the other writers, and commit unless another one does."""
-        began_s = free_s = time.monotonic()
+        self.doing = "waiting for other writers"
+        began_s = free_s = looked_s = time.monotonic()
         while True:
+            if time.monotonic() - looked_s > _PAUSED_S:  # this process was stopped, as others may have been
+                self._signs.clear()
+            looked_s = time.monotonic()
             outcome = self._read_outcome()
-            if outcome is None and all(path.exists() for path in self._record_paths()):
+            if outcome is None and all(path.exists() for path in self._record_paths()) and self._may_commit():
                 try:
                     outcome = self._commit()
                     free_s = time.monotonic()
                 except files.BusyError:
                     if time.monotonic() - free_s > _LOCKED_S:
                         outcome = Outcome(error=self._commits.busy_error())
-            elif outcome is None:
-                dead = self._find_dead()
-                if dead is not None:
-                    outcome = self.fail(self._lost_error(dead))
+            elif outcome is None and (error := self._find_lost()) is not None:
+                outcome = self.fail(error)
             if outcome is not None:
                 return outcome
             time.sleep(_QUICK_POLL_S if time.monotonic() - began_s < 1 else _SLOW_POLL_S)
@@ -234,8 +253,6 @@ class JointSave:
             outcome = self._read_outcome() or self._find_committed()
             if outcome is not None:
                 return outcome
-            if not is_locked and order.writer != min(order.writers):
-                return None  # without locks only one writer may commit
             read = self._read_records()
             if read is None:
                 return None
@@ -292,20 +309,44 @@ class JointSave:
     def _record_paths(self) -> list[Path]:
         return [self._saving / _record_name(writer) for writer in self._order.writers]
 
-    def _find_dead(self) -> int | None:
-        """Return a writer that has ended without a record."""
-        now_s = time.monotonic()
+    def _find_lost(self) -> PacelineError | None:
+        """Return the error of a writer that has ended or stands still without a record."""
         for writer in self._order.writers:
-            if writer == self._order.writer:
+            if writer == self._order.writer or (self._saving / _record_name(writer)).exists():
                 continue
-            held = is_held(self._saving / alive_name(writer))
-            if held or (self._saving / _record_name(writer)).exists():
-                self._missing_since.pop(writer, None)
-                continue
-            since_s = self._missing_since.setdefault(writer, now_s)
-            if now_s - since_s > (_APPEARS_S if held is None else _LOCKS_S):
-                return writer
+            held, silent_s = self._look_at(writer)
+            if held is None:
+                limit_s = _APPEARS_S
+            elif held:
+                limit_s = STILL_S
+            else:
+                limit_s = _LOCKS_S if self._sees_lock_of(writer) else _SILENT_S
+            if silent_s > limit_s:
+                return self._still_error(writer, silent_s) if held else self._lost_error(writer)
         return None
+
+    def _look_at(self, writer: int) -> tuple[bool | None, float]:
+        """Return whether a writer's file is locked, and for how long it has been as it is."""
+        path, now_s = self._saving / alive_name(writer), time.monotonic()
+        held, sign = is_held(path), read_sign(path)
+        if held:
+            self._seen_locked.add(writer)
+        known, since_s = self._signs.get(writer, (None, now_s))
+        if sign != known:
+            self._signs[writer] = sign, now_s
+            return held, 0.0
+        return held, now_s - since_s
+
+    def _sees_lock_of(self, writer: int) -> bool:
+        return writer in self._seen_locked or shares_locks(self._signs.get(writer, (b"", 0.0))[0])
+
+    def _may_commit(self) -> bool:
+        """Return whether no other writer can commit at the same time, because locks keep it from that."""
+        first = min(self._order.writers)
+        if self._order.writer == first:
+            return True
+        _, silent_s = self._look_at(first)
+        return self._sees_lock_of(first) or silent_s > _SILENT_S
 
     def _put(self, name: str, table: Any) -> None:
         """Write a small file that is whole as soon as it has its name."""
@@ -319,6 +360,11 @@ class JointSave:
     def _explained(self) -> Any:
         return self._commits.explained(self._order.step, self._order.num_bytes)
 
+    def _still_error(self, writer: int, silent_s: float) -> PacelineError:
+        return standing_still_error(
+            f"The writer of rank {writer}", f"saving step {self._order.step} in {self._saving}", silent_s
+        )
+
     def _lost_error(self, writer: int) -> PacelineError:
         return PacelineError(
             "PL540",
@@ -330,6 +376,18 @@ class JointSave:
             fix="Look for the reason in the log of that rank's node: a lack of memory, or a kill. The next "
             "save starts a new writer.",
         )
+
+
+def standing_still_error(who: str, doing: str, silent_s: float) -> PacelineError:
+    """Return PL549."""
+    return PacelineError(
+        "PL549",
+        saw=f"{who} has made no progress for {silent_s:.0f} s, while {doing}.",
+        rule="A save that stands still counts as failed, and training goes on; earlier checkpoints are "
+        "unchanged.",
+        fix="Check whether the disk answers, and whether something has stopped that process. The next save "
+        "starts a new writer.",
+    )
 
 
 def _left_name(writer: int) -> str:

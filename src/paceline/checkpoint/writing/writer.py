@@ -8,6 +8,7 @@ signal to the rank's group reaches it. It shares two things with its rank: memor
                       {"do": "write", "digests": [...]}  the copy is complete: from here on, it is committed
                       {"do": "abandon", "error": [...]}  the copy failed
     writer to rank    {"begun": ...}                     a new start sees from now on that this writer works
+                      {"beat": ...}                      the disk answers, and what the writer does
                       {"path": ..., "error": ..., "seconds": ...}
 
 If the rank ends before "write", the writer ends the save. If it ends later, the writer finishes the save and
@@ -65,7 +66,8 @@ class Writer:
             self._finish(_unfinished_error(self._order))
 
     def _begin(self, order: Order) -> None:
-        self._order, self._save, self._error = order, JointSave(order), None
+        save = JointSave(order, lambda: self._link.send_soon({"beat": save.doing}))
+        self._order, self._save, self._error = order, save, None
         try:
             self._save.begin()
         except PacelineError as error:

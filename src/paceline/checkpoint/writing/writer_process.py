@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from paceline.checkpoint.companion import CompanionProcess
 from paceline.checkpoint.same_copies import Digests
-from paceline.checkpoint.writing.joint import Order, Outcome
+from paceline.checkpoint.writing.joint import STILL_S, Order, Outcome
 from paceline.errors import PacelineError
 
 # Begins the command line after the program, so that launchers know a writer and let it finish
@@ -16,6 +20,14 @@ from paceline.errors import PacelineError
 MARKER = "paceline.checkpoint.writing.writer"
 # Which module's `main` is the writer. Tests put faults into it.
 PROGRAM = "paceline.checkpoint.writing.writer"
+# How often a wait looks for how long the writer has been silent.
+_LOOK_S = 0.5
+# How long to wait for a last word of a silent one: two beats.
+_LAST_S = 5.0
+
+
+class StandsStillError(Exception):
+    """The error of a writer that does not answer."""
 
 
 class WriterProcess(CompanionProcess):
@@ -26,19 +38,26 @@ class WriterProcess(CompanionProcess):
 
     Raises:
         OSError: it cannot be started.
+
+    Attributes:
+        doing: what the writer does, as it last said.
+        heard_s: when it last said something.
     """
 
     def __init__(self, memory: int) -> None:
         super().__init__(MARKER, PROGRAM, [memory])
+        self._link.settimeout(STILL_S)
+        self.doing, self.heard_s = "", time.monotonic()
 
     def begin(self, order: Order) -> None:
         """Begin a save."""
+        self.doing, self.heard_s = f"beginning to save step {order.step} in {order.folder}", time.monotonic()
         self._send({"do": "begin", "order": asdict(order)})
 
-    def await_begin(self) -> None:
+    def await_begin(self, limit_s: Callable[[], float] = lambda: STILL_S) -> None:
         """Return once the writer has begun the save, or cannot; call it once per save, before `end_copy`."""
-        with suppress(EOFError):  # `read_outcome` reports it
-            self._read(None)
+        with suppress(EOFError, StandsStillError):  # `read_outcome` reports it
+            self._await(None, limit_s)
 
     def end_copy(self, error: PacelineError | None, digests: list[Digests]) -> None:
         """Hand over the copy and digests of what other ranks hold too, or end the save by an error."""
@@ -47,14 +66,38 @@ class WriterProcess(CompanionProcess):
         else:
             self._send({"do": "abandon", "error": [error.code, error.saw, error.rule, error.fix]})
 
-    def read_outcome(self, timeout_s: float | None) -> tuple[Outcome, float] | None:
+    def read_outcome(
+        self, timeout_s: float | None, limit_s: Callable[[], float] = lambda: STILL_S
+    ) -> tuple[Outcome, float] | None:
         """Return the outcome of the save and how long the writer took, or `None` if it is not known in time.
+
+        Args:
+            timeout_s: how long to wait for it.
+            limit_s: returns how long the writer may be silent.
 
         Raises:
             EOFError: the writer has ended.
+            StandsStillError: it was silent for too long.
         """
-        table = self._read(timeout_s)
+        table = self._await(timeout_s, limit_s)
         return None if table is None else (Outcome.parse(table), float(table["seconds"]))
+
+    def _await(self, timeout_s: float | None, limit_s: Callable[[], float]) -> Any:
+        """Return the next message that is not a beat, or `None` if that takes longer."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            table = self._read(min(_LOOK_S, max(0.0, end_s - time.monotonic())))
+            now_s = time.monotonic()
+            if table is not None:
+                self.heard_s = now_s
+                if "beat" not in table:
+                    return table
+                self.doing = table["beat"]
+            elif now_s - self.heard_s > limit_s():
+                if not self._has_message(_LAST_S):  # this process, too, may have been stopped until now
+                    raise StandsStillError
+            elif now_s >= end_s:
+                return None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Wait for the writer to finish. If that takes longer, it finishes on its own."""

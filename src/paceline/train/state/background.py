@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ import torch
 
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.writing.joint import Order, Outcome
+from paceline.checkpoint.writing.joint import STILL_S, Order, Outcome, standing_still_error
 from paceline.checkpoint.writing.state_copy import CopyMemory, CopyThread, Held, StateCopy, lay_out, measure
-from paceline.checkpoint.writing.writer_process import WriterProcess
+from paceline.checkpoint.writing.writer_process import StandsStillError, WriterProcess
 from paceline.errors import PacelineError
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,13 @@ class Background:
     Attributes:
         save_s: seconds from the begin of the last copy to the outcome of its save.
         num_copied_bytes: of all saves.
+        still_s: returns how long the writer may be silent before its save counts as failed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.save_s: float | None = None
         self.num_copied_bytes = 0
+        self.still_s: Callable[[], float] = lambda: STILL_S
         self._device = device
         self._memory: CopyMemory | None = None
         self._writer: WriterProcess | None = None
@@ -117,7 +119,7 @@ class Background:
             self._copy_s = time.monotonic() - self._begin_s
             self._copies_at_once |= error is not None
             # Else the writer could commit after a new start has looked for writers and seen none.
-            writer.await_begin()
+            writer.await_begin(self.still_s)
             writer.end_copy(error, digests)
 
         writer.begin(replace(order, files=lay_out(plans)))
@@ -134,17 +136,26 @@ class Background:
     def read_outcome(self, timeout_s: float | None = None) -> Outcome | None:
         """Return the outcome of the save under way, or `None` if it is not known in time."""
         begin_s = time.monotonic()
-        if self._state_copy is not None and not self._state_copy.join(timeout_s):
-            return None
-        assert self._writer is not None
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
+        writer = self._writer
+        assert writer is not None
         try:
-            found = self._writer.read_outcome(left_s)
+            if self._state_copy is not None and not self._state_copy.join(timeout_s):
+                return None
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
+            found = writer.read_outcome(left_s, self.still_s)
         except EOFError as error:
-            outcome = Outcome(error=_ended_error(self._writer.pid, str(error)))
-            self._writer.close()
+            outcome = Outcome(error=_ended_error(writer.pid, str(error)))
+            writer.close()
             self._writer = None  # the next save starts another one
             return outcome
+        except StandsStillError:
+            who, silent_s = (
+                f"The writer of this rank (process {writer.pid})",
+                time.monotonic() - writer.heard_s,
+            )
+            writer.kill()
+            self._writer = None
+            return Outcome(error=standing_still_error(who, writer.doing, silent_s))
         if found is None:
             return None
         outcome, write_s = found
