@@ -290,7 +290,8 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
         try:
             waits = read_waits(config, flags.detect_s, flags.join_timeout)
             code = read_code(job.script.words) if job.script else {}
-            meeting = Meeting(waits, flags.witness, code)
+            folder = read_folder() if job.script and config.min_nodes < config.max_nodes else ""
+            meeting = Meeting(waits, flags.witness, code, folder)
             build = partial(RankHandler, ranks, job.build_start)
             run_agent(config, command, args, build, ranks, job.rounds, meeting)
         except BaseException as error:
@@ -299,7 +300,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
     succeeded = False
     try:
         from paceline.launching.elastic.agent import quiet_torchelastic, run_agent, start_thread
-        from paceline.launching.elastic.code import read_code
+        from paceline.launching.elastic.code import read_code, read_folder
         from paceline.launching.elastic.rendezvous import Meeting, read_waits
 
         signals = flags.signals_to_handle, flags.shutdown_timeout

@@ -267,6 +267,16 @@ def test_a_node_with_another_number_of_ranks_is_reported(caplog: pytest.LogCaptu
     assert "node1 (10.0.0.1) starts 4 ranks and this node 8 (--nproc-per-node)" in record.getMessage()
 
 
+def test_a_node_with_a_working_folder_of_its_own_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    job = Simulation(2, 3, 3)
+    for node, folder in enumerate(("17", "17", "18")):
+        job.terms = replace(job.terms, folder=folder)
+        job.start(node)
+    job.run_until(lambda: job.trains_on(0, 1, 2), 10)
+    (record,) = [r for r in caplog.records if "folder" in r.getMessage()]
+    assert "node2 (10.0.0.2) has a working folder of its own" in record.getMessage()
+
+
 def test_a_job_that_trains_refuses_a_node_that_runs_something_else() -> None:
     job = start(2, 1, 3)
     job.terms = replace(job.terms, code={"a.py": "(1)"})

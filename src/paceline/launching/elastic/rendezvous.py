@@ -50,11 +50,13 @@ class Meeting:
         waits: all waits.
         witness: `--witness`, for `c10d`.
         code: identifies what the ranks run (`code.py`).
+        folder: identifies the script's working folder (`code.py`).
     """
 
     waits: Waits = field(default_factory=Waits)
     witness: str | None = None
     code: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
 
 
 def build_rendezvous(
@@ -145,7 +147,14 @@ def _build_members(
     else:
         own = endpoints[0] if is_host and endpoints else None
     return MembersRendezvous(
-        Terms(config.run_id, config.min_nodes, config.max_nodes, meeting.code, config.nproc_per_node),
+        Terms(
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            meeting.code,
+            config.nproc_per_node,
+            meeting.folder,
+        ),
         meeting.waits,
         config.local_addr or "localhost",
         endpoints,

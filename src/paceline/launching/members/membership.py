@@ -103,7 +103,7 @@ class Membership(Rounds):
         elif link == self._up:
             words = {"offer": self._offer, "is_done": self._is_done}
             nodes = {"least": self.terms.least, "most": self.terms.most, "code": dict(self.terms.code)}
-            nodes["nproc"] = self.terms.nproc
+            nodes |= {"nproc": self.terms.nproc, "folder": self.terms.folder}
             self._links.send(link, {"kind": "join", **words, **nodes, **self._describe()})
 
     def received(self, link: int, message: Message, now: float) -> None:
@@ -373,6 +373,12 @@ class Membership(Rounds):
             log.warning(
                 "%s starts %d rank%s and this node %d (--nproc-per-node): the layout must fit their sum",
                 *(member, nproc, "" if nproc == 1 else "s", self.terms.nproc),
+            )
+        if self.terms.folder != message.get("folder", self.terms.folder):
+            log.warning(
+                "%s has a working folder of its own: what a script saves there is lost with that node. Ranks that "
+                "find no file of a run that has saved must fail, and not begin anew (docs/run.md)",
+                member,
             )
         for peer in list(self._peers.values()):
             if peer.member.key == member.key:

@@ -40,6 +40,7 @@ class Terms:
         least, most: `--nnodes`.
         code: identifies what the ranks run: versions, and file names with a digest of each file.
         nproc: ranks per node; nodes may differ, which is only reported.
+        folder: number by which the disk knows the script's working folder; "" if that does not matter.
     """
 
     job: str
@@ -47,6 +48,7 @@ class Terms:
     most: int
     code: Mapping[str, str] = field(default_factory=dict)
     nproc: int = 0
+    folder: str = ""
 
 
 @dataclass
