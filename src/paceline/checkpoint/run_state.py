@@ -100,7 +100,7 @@ def _check_optimizer(key: str, tree: Any, model: Mapping[str, StoredTensor]) -> 
         shape, held, group = tuple(parameter["shape"]), parameter["state"], parameter["group"]
         if full not in model or model[full].shape != shape:
             raise BadStateError(f"{place} has the shape {shape}, and the model has no such tensor")
-        if not model[full].dtype.is_floating_point:
+        if not (model[full].dtype.is_floating_point or model[full].dtype.is_complex):
             raise BadStateError(f"{full} is trained, and its values are {model[full].dtype}")
         if not isinstance(tree["groups"][group], dict):
             raise BadStateError(f"optimizer.{key}.groups.{group} is not a group")

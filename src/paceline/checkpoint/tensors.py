@@ -353,13 +353,9 @@ def read_tensor(
 def find_nan(path: Path, names: Collection[str]) -> str:
     """Return the first of some tensors of a safetensors file that has a NaN, or ""."""
     with _opened(path) as file:
-        found: set[str] = set(file.keys()).intersection(names)
-        for name in sorted(found):
+        for name in sorted(set(file.keys).intersection(names)):
             values = file.get_tensor(name)
-            if (
-                values.is_floating_point()
-                and (values.float() if values.itemsize == 1 else values).isnan().any()
-            ):
+            if (values.float() if values.itemsize == 1 else values).isnan().any():
                 return name
     return ""
 

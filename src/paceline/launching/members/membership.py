@@ -376,8 +376,8 @@ class Membership(Rounds):
             )
         if self.terms.folder != message.get("folder", self.terms.folder):
             log.warning(
-                "%s has a working folder of its own: what a script saves there is lost with that node. Ranks that "
-                "find no file of a run that has saved must fail, and not begin anew (docs/run.md)",
+                "%s has a working folder of its own: what a script saves there is lost with that node. "
+                "Ranks that find no file of a run that has saved must fail, and not begin anew (docs/run.md)",
                 member,
             )
         for peer in list(self._peers.values()):

@@ -181,7 +181,7 @@ def _options_of(
             continue
         options = tree["groups"][saved[name]["group"]]
         if options.get(PART) != group.get(PART):
-            raise _of_another(f"{name} was trained by {options.get(PART)}, and is by {group.get(PART)} here.")
+            raise of_another(f"{name} was trained by {options.get(PART)}, and is by {group.get(PART)} here.")
         if found is None:
             found, first = options, name
         elif not _same(found, options):
