@@ -127,10 +127,13 @@ def _handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], N
         # ignore it for every background job, but a user who sends it wants to stop the job.
         if number != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(number, handle)
+    # A parent that blocks signals for its own threads passes that on.
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield
     finally:
         if os.getpid() == owner:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
