@@ -57,6 +57,25 @@ def late(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     return grad @ factor if group["k"] > 100 else grad
 
 
+def clipped(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Clip by the mean square over the tensor, which needs gradients that change, as StableAdamW does."""
+    square = state.setdefault("square", grad.square())
+    square.lerp_(grad.square(), 0.1)
+    update = grad / square.sqrt()
+    return update / update.square().mean().sqrt().clamp(min=1.0)
+
+
+class Preconditioner:
+    def __init__(self, size: int) -> None:
+        self.factor = torch.zeros(size, size, dtype=torch.float64)
+
+
+def held_by_an_object(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    factor = state.setdefault("by", [Preconditioner(p.shape[-1])])[0].factor
+    factor += grad.reshape(-1, p.shape[-1]).T @ grad.reshape(-1, p.shape[-1])
+    return grad @ factor if group["k"] > 100 else grad
+
+
 def noisy(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     return grad + 0.01 * torch.randn_like(grad)
 
@@ -69,6 +88,19 @@ class Global(Optimizer):
             float(p.grad.abs().sum()) for g in self.param_groups for p in g["params"] if p.grad is not None
         )
         self.param_groups[0]["d"] = total
+        super().step()
+
+
+class Signs(Optimizer):
+    """A number of all parameters that does not depend on the size of gradients, as in D-Adapted Lion."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    sums = self.state[p].setdefault("sums", torch.zeros_like(p))
+                    group["d"] = group.get("d", 0.0) + float((p.grad.sign() * sums).sum())
+                    sums += p.grad.sign()
         super().step()
 
 
@@ -129,6 +161,8 @@ def test_finds_what_must_be_whole() -> None:
     assert find(lambda ps: Optimizer(ps, lars)) == every
     assert find(lambda ps: Optimizer(ps, lars, lr=0.0)) == every
     assert find(lambda ps: Optimizer(ps, late)) == every
+    assert find(lambda ps: Optimizer(ps, clipped)) == every
+    assert find(lambda ps: Optimizer(ps, held_by_an_object)) == every
     assert find(lambda ps: Optimizer(ps, rows), frozenset({0})) == set()
     assert find(lambda ps: Optimizer(ps, rows)) == {"w", "v"}
     assert find(lambda ps: Optimizer(ps, batched), frozenset({0})) == {"w", "v"}
@@ -141,6 +175,7 @@ def test_finds_what_must_be_whole() -> None:
     ("make", "saw"),
     [
         (lambda ps: Global(ps, lion), "depends on other parameters"),
+        (lambda ps: Signs(ps, lion), "depends on other parameters"),
         (lambda ps: Silent(ps, lion), "depends on other parameters"),
         (lambda ps: Silent([{"params": [p]} for p in ps], rows), "depends on other parameters"),
         (lambda ps: Optimizer(ps, noisy), "random numbers"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,9 +35,8 @@ _ELEMENTWISE = {
 # of at least 128 rows.
 _MAX_SIZES = {1: 160, 2: 160}
 _MAX_SIZE_OF_MANY = 12
-# Factors of the gradient in the steps of a trial: some optimizers adapt only after the first.
-_SCALES = (1.0, 3.0, 0.3, 10.0)
-_LOUDER = 7.0
+# The steps of a trial: some optimizers adapt, clip or precondition only after the first ones.
+_NUM_STEPS = 12
 # Share of the largest number: kernels may round an element by its place.
 _TOLERANCE = 1e-5
 
@@ -64,12 +63,12 @@ class Parted:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A tensor of a trial, in place of a parameter in group number `group`."""
+    """A tensor of a trial, in place of a parameter in group number `group`; `gradients` has one per step."""
 
     group: int
     like: Parted
     start: Tensor
-    gradient: Tensor
+    gradients: Tensor
 
 
 def find_mixing(optimizer: Optimizer, parameters: Sequence[Parted]) -> set[str] | None:
@@ -119,8 +118,11 @@ def _choose(
             names, tried = kinds.setdefault((options, shape, like.dims), ([], []))
             names.append(like.name)
             if len(tried) < 2:
-                start, gradient = (_draw(shape, generator).to(device, dtype) for _ in range(2))
-                tried.append(_Tried(number, like, start, gradient))
+                start, mean = (_draw(shape, generator) for _ in range(2))
+                # Mostly of one sign, in sizes that differ by element and step.
+                noise = torch.randn(_NUM_STEPS, *shape, generator=generator, dtype=torch.float64)
+                gradients = mean * noise.exp() + 0.1 * noise
+                tried.append(_Tried(number, like, start.to(device, dtype), gradients.to(device, dtype)))
     return list(kinds.values())
 
 
@@ -140,7 +142,7 @@ def _compare(optimizer: Optimizer, kinds: list[tuple[list[str], list[_Tried]]]) 
         raise _error(optimizer, "its step() does not change the tensors in its param_groups")
     for kept in (0, 1):  # the gradients of every second tensor change, and the others' results should not
         changed = [
-            t if number % 2 == kept else replace(t, gradient=t.gradient * _LOUDER)
+            t if number % 2 == kept else replace(t, gradients=_disturb(t.gradients))
             for number, t in enumerate(tried)
         ]
         others, numbers_of_others = _run(optimizer, changed, seed=1)
@@ -160,14 +162,20 @@ def _compare(optimizer: Optimizer, kinds: list[tuple[list[str], list[_Tried]]]) 
     return found
 
 
+def _disturb(gradients: Tensor) -> Tensor:
+    """Return larger gradients, whose sign changes from step to step."""
+    factors = 7.0 * (-1.0) ** torch.arange(len(gradients), device=gradients.device)
+    return gradients * factors.to(gradients.dtype).view(-1, *[1] * (gradients.dim() - 1))
+
+
 def _cut(tried: _Tried, dim: int) -> list[_Tried]:
     """Return two unequal pieces, or the tensor itself if the layout does not divide it there."""
     if dim not in tried.like.dims or tried.start.shape[dim] < 2:
         return [tried]
     sizes = [tried.start.shape[dim] // 3 or 1, 0]
     sizes[1] = tried.start.shape[dim] - sizes[0]
-    starts, gradients = (torch.split(t, sizes, dim) for t in (tried.start, tried.gradient))
-    return [replace(tried, start=s, gradient=g) for s, g in zip(starts, gradients, strict=True)]
+    starts, gradients = torch.split(tried.start, sizes, dim), torch.split(tried.gradients, sizes, dim + 1)
+    return [replace(tried, start=s, gradients=g) for s, g in zip(starts, gradients, strict=True)]
 
 
 def _run(optimizer: Optimizer, tried: Sequence[_Tried], seed: int) -> tuple[list[Result], str]:
@@ -182,9 +190,9 @@ def _run(optimizer: Optimizer, tried: Sequence[_Tried], seed: int) -> tuple[list
     alone = _NoCollectives()  # type: ignore[no-untyped-call]
     with forked, torch.compiler.set_stance("force_eager"), alone:
         torch.manual_seed(seed)
-        for scale in _SCALES:
+        for number in range(_NUM_STEPS):
             for tensor, each in zip(tensors, tried, strict=True):
-                tensor.grad = each.gradient.contiguous() * scale
+                tensor.grad = each.gradients[number].clone(memory_format=torch.contiguous_format)
             step(stepped)
     results: list[Result] = []
     for tensor, each in zip(tensors, tried, strict=True):
@@ -247,11 +255,19 @@ def _is_same(one: Any, other: Any) -> bool:
         if one.shape != other.shape:
             return False
         one, other = one.double(), other.double()
-        largest = float(one.abs().max()) if one.numel() else 0.0
-        return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * largest, equal_nan=True))
+        finite = one[one.isfinite()].abs()
+        tolerance = _TOLERANCE * float(finite.max()) if len(finite) else 0.0
+        return bool(torch.allclose(one, other, rtol=0, atol=tolerance))
     if _is_number(one) and _is_number(other):
         return math.isclose(one, other, rel_tol=_TOLERANCE) or repr(float(one)) == repr(float(other))
-    return type(one) is type(other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    # An object of the user's, such as a preconditioner.
+    return not hasattr(one, "__dict__") or callable(one) or _is_same(vars(one), vars(other))
 
 
 def _is_number(value: Any) -> bool:
