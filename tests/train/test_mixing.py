@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.train.mixing import Parted, find_mixing
 
-SHAPES = {"w": (24, 16), "v": (24, 16), "stack": (4, 6, 5), "bias": (24,)}
+SHAPES = {"w": (24, 16), "v": (24, 16), "stack": (4, 6, 5), "bias": (24,), "square": (9, 9)}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -68,6 +68,12 @@ def clipped(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any
 class Preconditioner:
     def __init__(self, size: int) -> None:
         self.factor = torch.zeros(size, size, dtype=torch.float64)
+
+
+def square_factor(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Keep a matrix whose shape is that of the parameter, if that one is square."""
+    state["factor"] = grad @ grad.T if p.dim() == 2 else grad.clone()
+    return grad
 
 
 def held_by_an_object(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
@@ -164,9 +170,10 @@ def test_finds_what_must_be_whole() -> None:
     assert find(lambda ps: Optimizer(ps, clipped)) == every
     assert find(lambda ps: Optimizer(ps, held_by_an_object)) == every
     assert find(lambda ps: Optimizer(ps, rows), frozenset({0})) == set()
-    assert find(lambda ps: Optimizer(ps, rows)) == {"w", "v"}
-    assert find(lambda ps: Optimizer(ps, batched), frozenset({0})) == {"w", "v"}
-    assert find(lambda ps: Optimizer(ps, batched)) == {"w", "v", "stack"}
+    assert find(lambda ps: Optimizer(ps, rows)) == {"w", "v", "square"}
+    assert find(lambda ps: Optimizer(ps, batched), frozenset({0})) == {"w", "v", "square"}
+    assert find(lambda ps: Optimizer(ps, batched)) == {"w", "v", "stack", "square"}
+    assert find(lambda ps: Optimizer(ps[4:], square_factor)) == {"square"}
     assert find(lambda ps: torch.optim.Muon(ps[:2])) == {"w", "v"}
     assert find(lambda ps: torch.optim.Adafactor(ps)) == every
 

@@ -244,7 +244,9 @@ def _agrees(whole: Result, pieces: Sequence[Result], dim: int) -> bool:
             return False
         parts = [piece[key] for piece in pieces]
         if len(parts) > 1 and isinstance(value, Tensor) and value.shape == shape and value.dim():
-            parts = [torch.cat(parts, dim)]
+            sizes = [piece[""].shape for piece in pieces]
+            if [getattr(part, "shape", None) for part in parts] == sizes:
+                parts = [torch.cat(parts, dim)]
         if not all(_is_same(value, part) for part in parts):
             return False
     return True

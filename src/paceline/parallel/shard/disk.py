@@ -138,12 +138,26 @@ class Disk:
                 for parameter in group["params"]:
                     if parameter.grad is None:
                         continue
-                    optimizer.param_groups = [{**group, "params": [parameter]}]
+                    alone = {**group, "params": [parameter]}
+                    optimizer.param_groups = [alone]
                     optimizer.step()
+                    _check_group(optimizer, group, alone)
                     self.move_state(optimizer, parameter)
                     self.write_back(_local(parameter))
         finally:
             optimizer.param_groups = groups
+
+
+def _check_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], stepped: dict[str, Any]) -> None:
+    """Raise PL466 for an optimizer that counts steps in its groups: it would count parameters."""
+    for key, value in stepped.items():
+        if key != "params" and repr(value) != repr(group.get(key)):
+            raise PacelineError(
+                "PL466",
+                saw=f"optimizer={type(optimizer).__name__}: its step() changes {key!r} of its group.",
+                rule='With offload = "disk", step() is called for one parameter at a time.',
+                fix='Use offload = "cpu" or "none", or an optimizer that keeps such numbers in its state.',
+            )
 
 
 def _return_freed_memory() -> None:
