@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.watching import with_places
+from paceline.errors import PacelineError
 from paceline.launching.ending.endings import (
     Ending,
     describe_death,
@@ -90,3 +92,14 @@ def test_one_record_serves_the_file_and_the_watcher(tmp_path: Path) -> None:
     assert replace(received.last, trace=ending.trace) == ending
     assert (ending.words, ending.follower) == ("failed with ValueError: no rows", True)
     assert ending.trace.rstrip().endswith("ValueError: no rows")
+
+
+def test_a_mistake_names_the_line_that_led_to_it() -> None:
+    try:
+        raise PacelineError("PL400", saw="lr=-1.", rule="It is positive.", fix="Set lr=0.1.")
+    except PacelineError as error:
+        found = describe_ending(0, error).error()
+    assert found is not None
+    (place,) = found.__notes__
+    assert "test_failure.py:" in place
+    assert with_places(found).splitlines() == ["lr=-1. It is positive. Set lr=0.1. [PL400]", f"  {place}"]

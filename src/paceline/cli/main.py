@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import paceline
 from paceline.cli.output import forget_output, standard_streams
-from paceline.cli.watching import as_table, print_error
+from paceline.cli.watching import as_table, print_error, with_places
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launching.ending.endings import PumpLost, RankFailed
 from paceline.launching.rank.script import Become, run_as_main
@@ -158,5 +158,5 @@ def _print_problem(error: PacelineError, *, as_json: bool) -> int:
         print(json.dumps({"error": found[0], "errors": found}))
         return error.exit_code
     with contextlib.suppress(OSError):  # If this cannot be written either, only the exit code is left.
-        print_error(str(error))
+        print_error(with_places(error))
     return error.exit_code

@@ -19,7 +19,7 @@ from paceline.cli.profiling import (
     refuse_recording,
 )
 from paceline.cli.several_nodes import add_membership_flags
-from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
+from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error, with_places
 from paceline.errors import PacelineError
 
 _LEAST_S = 0.5
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         _print_end(args, as_table(end), str(end))
         code = end.exit_code
     except PacelineError as error:
-        _print_end(args, as_table(error), str(error))
+        _print_end(args, as_table(error), with_places(error))
         code = error.exit_code
         forget_recording(args)
     print_recording(args)

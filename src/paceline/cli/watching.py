@@ -59,6 +59,11 @@ def print_error(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
+def with_places(error: PacelineError) -> str:
+    """Return the text of a user's mistake, with the lines of the user's code that led to it."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def print_remark(text: str) -> None:
     """Print what a user should know of a run that starts nevertheless."""
     print(text, file=sys.stderr, flush=True)

@@ -125,10 +125,13 @@ class Ending:
     pickled: str = ""
 
     def error(self) -> PacelineError | None:
-        """Rebuild the rank's own `PacelineError`, if it raised one."""
+        """Rebuild the rank's own `PacelineError`, if it raised one, with the user's line as a note."""
         if not self.pickled:
             return None
         error = pickle.loads(base64.b64decode(self.pickled))
+        frame = find_own_frame(self.trace)
+        if frame is not None:
+            error.add_note(f"at {frame.where}")
         return error if isinstance(error, PacelineError) else None
 
 
