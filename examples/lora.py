@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 examples/lora.py
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import paceline
 from paceline.models import Gpt
@@ -64,14 +63,12 @@ def main():
             optimizer=lambda named: torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-2),
             schedule=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40),
             clip_norm=1.0,
+            ema=0.9,
         )
-        ema = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        trainer.track(ema=ema)
         loader = trainer.loader(Text(), global_batch_size=16, epochs=1)
         trainer.resume("runs/lora")
         for batch in loader:
             step = trainer.step(batch)
-            ema.update_parameters(trainer.model)
             if step.number % 10 == 0:
                 trainer.save()
                 if world.is_main:

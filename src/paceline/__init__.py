@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.launching.local import launch
     from paceline.launching.watcher import JobStuck
     from paceline.recipe import Recipe, load_recipe
+    from paceline.train.average import Average
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
     from paceline.verifying.check import verify
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Average",
     "JobStuck",
     "PacelineError",
     "RankFailed",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Average": "train.average",
     "JobStuck": "launching.watcher",
     "PacelineError": "errors",
     "RankFailed": "launching.ending.endings",

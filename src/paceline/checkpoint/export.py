@@ -6,17 +6,20 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.checkpoint import files
 from paceline.checkpoint.content.protocol import stream_bytes
-from paceline.checkpoint.load import open_usable
+from paceline.checkpoint.load import Loaded, open_usable
 from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors
 from paceline.errors import PacelineError
 
 
-def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = None) -> int:
+def export_model(
+    checkpoint: Path, out: str | Path, dtype: torch.dtype | None = None, average: str | None = None
+) -> int:
     """Write the model's tensors as plain safetensors, tied ones under each of their names.
 
     The file appears whole or not at all, and never replaces another. It takes a few megabytes of memory.
@@ -25,17 +28,20 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
         checkpoint: one checkpoint's folder, already found valid.
         out: the file to write.
         dtype: convert floating-point tensors to it, complex ones from fp32 on; others stay as they are.
+        average: name of a tracked average of weights to write in place of the weights.
 
     Returns:
         The file's size in bytes.
 
     Raises:
-        PacelineError: PL513 where `out` exists, PL508 where it cannot be written.
+        PacelineError: PL513 where `out` exists, PL514 where there is no such average, PL508 where it cannot
+            be written.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise _exists(out)
-    tensors = open_usable(checkpoint).model
+    loaded = open_usable(checkpoint)
+    tensors = loaded.model if average is None else _replace_by_average(loaded, average)
     types = {name: _choose(tensor.dtype, dtype) for name, tensor in tensors.items()}
     infos = {name: TensorInfo(DTYPE_NAMES[types[name]], tensor.shape) for name, tensor in tensors.items()}
 
@@ -61,6 +67,26 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
             fix="Choose an existing folder with write permission and free space.",
         ) from error
     return record.num_bytes
+
+
+def _replace_by_average(loaded: Loaded, average: str) -> dict[str, Any]:
+    """Return the model's tensors with the average in place of the parameters, tied ones included."""
+    tracked = loaded.state["tracked"]
+    found = tracked.get(average)
+    if not isinstance(found, dict) or found.keys() != {"num_averaged", "parameters"}:
+        raise PacelineError(
+            "PL514",
+            saw=f"{loaded.path} has no average of weights named {average!r}; it tracks "
+            f"{', '.join(sorted(tracked)) or 'nothing'}.",
+            rule="Trainer(ema=0.999) keeps one, under the name average.",
+            fix="Leave --average out for the weights themselves.",
+        )
+    if not found["num_averaged"]:
+        return loaded.model
+    # With several models, a parameter's full name begins with the model's.
+    prefix = f"{average.removeprefix('average of ')}." if average.startswith("average of ") else ""
+    by_name = {loaded.model[prefix + name].name: tensor for name, tensor in found["parameters"].items()}
+    return {name: by_name.get(tensor.name, tensor) for name, tensor in loaded.model.items()}
 
 
 def _choose(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -35,6 +35,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add(actions, "hash", "SHA-256 of the model's tensors (of a run: its newest valid checkpoint)")
     export = _add(actions, "export", "write the model's tensors as one plain .safetensors file")
     export.add_argument("out", metavar="OUT", type=Path, help="the file to write; must not exist")
+    export.add_argument(
+        "--average",
+        nargs="?",
+        const="average",
+        metavar="NAME",
+        help="write the average of weights that ema= keeps (default: average) in place of the weights",
+    )
     export.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors to it")
 
 
@@ -178,7 +185,7 @@ def _export(args: argparse.Namespace) -> int:
 
     path = find_checkpoint(args.path, _warn_skipped)
     dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype is not None else None
-    num_bytes = export_model(path, args.out, dtype)
+    num_bytes = export_model(path, args.out, dtype, args.average)
     if args.json:
         print(json.dumps({"path": str(path), "out": str(args.out), "bytes": num_bytes}))
     else:

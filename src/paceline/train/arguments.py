@@ -87,6 +87,7 @@ class Arguments:
     comm_hook: tuple[Any, CommHook] | None
     sync_batchnorm: bool
     compile: bool
+    ema: float | Mapping[str, float] | None
     max_skipped_in_a_row: int
     keep: int
     checkpoint_mode: Literal["full", "sharded"]
@@ -265,6 +266,7 @@ class Arguments:
             RunSetting("seed", self.seed, is_kept=True),
             RunSetting("sync_batchnorm", self.sync_batchnorm, is_kept=True),
             RunSetting("compile", self.compile),
+            RunSetting("ema", self.ema, is_kept=True),
             RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
             RunSetting("checkpoint_mode", self.checkpoint_mode),
             RunSetting("checkpoint_copies", self.checkpoint_copies),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.pipeline.timeline import Timeline
 from paceline.recipe.layout import Layout
+from paceline.train.average import Average, build_averages, no_average_error
 from paceline.train.building import no_pipeline_error
 from paceline.train.runners.staged import StagedRunner
 from paceline.train.update import GradientHook, Update
@@ -25,6 +26,7 @@ class TrainedModels:
         models: by name, laid out.
         updates: those that have an optimizer, by the same names.
         layout: resolved.
+        ema: decay of averages of weights, see `Trainer`.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class TrainedModels:
         models: Mapping[str, nn.Module],
         updates: Mapping[str, Update],
         layout: Layout,
+        ema: float | Mapping[str, float] | None = None,
     ) -> None:
         self.layout, self._went_apart = layout, False
         self.world = world
         self.models = dict(models)
         self._updates = dict(updates)
         self._before_write: Callable[[], None] = lambda: None
+        self.averages = build_averages(ema, self.models, lambda: self._before_write())
 
     def wait_before_writing(self, wait: Callable[[], None]) -> None:
         """Call `wait` before anything of the trainer writes to weights or optimizer state."""
@@ -61,6 +65,13 @@ class TrainedModels:
                 fix=f"Use trainer.models[name] with one of {', '.join(self.models)}.",
             )
         return next(iter(self.models.values()))
+
+    @property
+    def average(self) -> Average:
+        """The average of weights that `ema` keeps (of the first model if there are several)."""
+        if not self.averages:
+            raise no_average_error()
+        return next(iter(self.averages.values()))
 
     def whole(self, name: str, tensor: Tensor, model: str = "model") -> Tensor:
         """Return a whole tensor from this rank's part of it; collective.

@@ -28,6 +28,7 @@ from paceline.recipe import Layout
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
+from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models
 from paceline.train.batches import RankRows, RawBatches, weigh
 from paceline.train.building import (
     Model,
@@ -118,6 +119,8 @@ class Trainer(TrainedModels):
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
+        ema: decay of an average of the weights, updated after every step that is not skipped, and saved. See
+            `average`. For named models, a number for all of them or a dict.
         max_skipped_in_a_row: steps in a row with a non-finite loss or gradient before giving up.
         keep: checkpoints to keep.
         checkpoint_mode: `"full"`: rank 0 writes whole tensors; `"sharded"`: every rank writes its share.
@@ -160,6 +163,7 @@ class Trainer(TrainedModels):
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,
+        ema: float | Mapping[str, float] | None = None,
         max_skipped_in_a_row: int = 10,
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
@@ -212,7 +216,8 @@ class Trainer(TrainedModels):
             seed=given.seed,
         )
         updates = build_updates(built, given.optimizers, settings, world.world_size)
-        super().__init__(world, {name: each.model for name, each in built.items()}, updates, self.layout)
+        models = {name: each.model for name, each in built.items()}
+        super().__init__(world, models, updates, self.layout, given.ema)
         self._start_run(laying_out.ddp.bucket_cap_mb)
         world.on_close(self.close)
 
@@ -237,6 +242,7 @@ class Trainer(TrainedModels):
             bucket_cap_mb=bucket_cap_mb,
             settings=given.describe_for_resume(self.layout, self._updates),
         )
+        self._saver.tracked.add(name_averages(self.averages))
         self._global_loss: GlobalLoss | None = None
         if given.loss_over == "global_batch":
             assert self._loss is not None
@@ -329,6 +335,7 @@ class Trainer(TrainedModels):
         After `resume`, their saved state is loaded at once. Their state must be the same on every
         rank; `save` compares it.
         """
+        refuse_copied_models(objects, self._updates.values())
         self._saver.tracked.add(objects)
 
     def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
@@ -386,7 +393,7 @@ class Trainer(TrainedModels):
                 PL418 if copies do (of an asynchronous save, raised by `wait` or the next save), PL433 after
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
-        refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+        self._refuse_saving()
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
@@ -402,7 +409,7 @@ class Trainer(TrainedModels):
         Raises:
             PacelineError: PL561 where no memory can be kept, PL562 if there is too little; as `save`.
         """
-        refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+        self._refuse_saving()
         if is_due := self._saver.saving.memory.interval.is_due(self.step_number, max_cost):
             self._records.flush()
             self._saver.save_to_memory(self._describe_progress(), max_memory)
@@ -461,6 +468,9 @@ class Trainer(TrainedModels):
             else:
                 self._given.step(update)
         done = self._phases.end()
+        for name, average in self.averages.items():
+            if name in done and done[name].skipped is None:
+                average.update()
         self._stop_signum = self._stop_signum or self._phases.stop_signum
         if share.source is not None:
             share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
@@ -540,12 +550,13 @@ class Trainer(TrainedModels):
         Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
         example an average of weights.
         """
+        refuse_averaged(self.averages.values())
         self._requests.install()
         if not self._stop_signum:
             return
         saved = None
         if self.run_folder is not None:
-            refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+            self._refuse_saving()
             self._records.flush()
             saved = self._saver.save_last(self._describe_progress(), self._requests)
         signum, self._stop_signum = self._stop_signum, 0
@@ -579,6 +590,10 @@ class Trainer(TrainedModels):
             f"since the build of {name}": each.as_built.changes for name, each in self._updates.items()
         }
         return found | {what: "; ".join(each) for what, each in changes.items() if each}
+
+    def _refuse_saving(self) -> None:
+        refuse_averaged(self.averages.values())
+        refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
 
     def _require_loss(self) -> None:
         if self._loss is None:

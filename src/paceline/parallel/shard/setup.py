@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -104,6 +104,8 @@ def apply_sharding(
             **arguments,
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for module in modules.values():
+        module.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's own error names no way out
     check_torch(list(modules.values()))
     _hide_mark(model, [block for _, block in blocks])
     move_hooks(before, model)
@@ -114,6 +116,21 @@ def apply_sharding(
         unit.module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(units, settings.prefetch)
     return units
+
+
+def copied_model_error(saw: str) -> PacelineError:
+    """Return PL929, for a copy of a model whose parts are on several ranks."""
+    return PacelineError(
+        "PL929",
+        saw=f"{saw}.",
+        rule="Each rank has a part of the model, which cannot be copied as a module.",
+        fix="For an average of weights (AveragedModel), pass Trainer(ema=0.999), or track "
+        "paceline.Average(trainer.model, 0.999). For a whole copy, call trainer.gather_into(plain).",
+    )
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise copied_model_error("copy.deepcopy of a model under dp_shard")
 
 
 def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -180,7 +180,12 @@ class Parts:
 
         def mark(path: Any, value: Any) -> Any:
             name = self._find_name(path)
-            return value if name is None or not self._is_part(name, value) else OwnPart(name, value)
+            if name is None or not self._is_part(name, value):
+                return value
+            assert self.placement is not None
+            if not self.placement.holds(name):
+                value = self.placement.stand_in(name, value.shape, value.dtype)
+            return OwnPart(name, value)
 
         return state if self.placement is None else tree_map_with_path(mark, state)
 
@@ -230,7 +235,8 @@ class Parts:
             return False
         if isinstance(value, DTensor):
             return True
-        return name in self.placement.splits and not isinstance(of_model, DTensor)
+        is_divided = name in self.placement.splits or name in self.placement.holders
+        return is_divided and not isinstance(of_model, DTensor)
 
 
 def _name_in_checkpoint(names: Names) -> Any:
