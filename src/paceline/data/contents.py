@@ -25,7 +25,7 @@ def digest_fields(samples: Sequence[Any]) -> Digests:
     step = -(-len(samples) // NUM_COMPARED)
     found: dict[str, list[int]] = {}
     for sample in samples[::step] if step else ():
-        for name, value in _list_fields(sample):
+        for name, value in list_fields(sample):
             digest = hashlib.blake2b(digest_size=7)
             add_content(digest, value)
             found.setdefault(name, []).append(int.from_bytes(digest.digest(), "little"))
@@ -43,7 +43,8 @@ def are_alike(digests: Digests) -> bool:
     return all(len(set(each)) <= 1 for each in digests.values())
 
 
-def _list_fields(sample: Any) -> list[tuple[str, Any]]:
+def list_fields(sample: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a sample by name: its keys or places, or all of it."""
     if isinstance(sample, Mapping):
         return [(str(key), value) for key, value in sample.items()]
     if isinstance(sample, (tuple, list)) and len(sample) <= _MAX_FIELDS:

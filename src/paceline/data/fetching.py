@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from paceline.data.contents import NUM_COMPARED, Digests, digest_fields
+from paceline.data.contents import NUM_COMPARED, Digests, digest_fields, list_fields
 from paceline.data.order import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
@@ -146,6 +146,14 @@ class Fetcher(Dataset[Any]):
             except Exception as error:
                 error.add_note(f"while collating samples {list(labels)} of {self.name}")
                 raise
+        if lists := _list_fields(samples[0]) if samples else "":
+            raise PacelineError(
+                "PL258",
+                saw=f"sample {labels[0]} of {self.name} has a list of numbers ({lists}).",
+                rule="torch's collate would make one tensor of each place in the list.",
+                fix="Return torch.tensor(...) from the data set (of a dataset of Hugging Face: "
+                '.with_format("torch")), or pass a collate function to the loader.',
+            )
         try:
             return default_collate(samples)
         except Exception as error:
@@ -337,6 +345,16 @@ class _GeneratorStates:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
+
+
+def _list_fields(sample: Any) -> str:
+    """Return the fields of a sample that are lists of three or more whole numbers, such as tokens."""
+    fields = list_fields(sample) if not _is_list(sample) else [("the sample", sample)]
+    return ", ".join(name for name, value in fields if _is_list(value))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 2 and all(type(each) is int for each in value)
 
 
 def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: Exception) -> PacelineError:

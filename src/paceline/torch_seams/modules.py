@@ -35,6 +35,7 @@ __all__ = [
     "copy_frame",
     "copy_tree",
     "find_call",
+    "find_compiled",
     "hide_from_ddp",
     "list_forward_hooks",
     "list_hooks",
@@ -126,6 +127,15 @@ def read_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what a module's calls run, if `set_compiled_call` or `Module.compile` has set it."""
     found: Callable[..., Any] | None = module._compiled_call_impl
     return found
+
+
+def find_compiled(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name of the first module that `torch.compile` has wrapped, and the module inside."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = getattr(module, "_orig_mod", None)
+        if isinstance(inside, nn.Module):
+            return name, inside
+    return None
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:

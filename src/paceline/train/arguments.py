@@ -37,6 +37,7 @@ from paceline.train.building import (
     check_several,
 )
 from paceline.train.compressing import choose_compression, find_nodes_once, warn_of_links
+from paceline.train.factories import check_schedule_factory
 from paceline.train.precision import Precision
 from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
@@ -137,6 +138,7 @@ class Arguments:
         names = self.models if isinstance(self.model, Mapping) else None
         self.choose_compression(layout)
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
+        check_schedule_factory(self.schedule)
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
             self.reduction,

@@ -42,6 +42,7 @@ from paceline.train.building import (
     sync_batchnorm_error,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
+from paceline.train.foreign import explain_arguments, open_models
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.loaders import TrainerLoader
 from paceline.train.memory import MemoryErrors
@@ -138,6 +139,7 @@ class Trainer(TrainedModels):
         PacelineError: PL400 to PL429, for invalid arguments.
     """
 
+    @explain_arguments
     def __init__(
         self,
         model: Model | Mapping[str, Model],
@@ -178,6 +180,7 @@ class Trainer(TrainedModels):
         named = dict(locals())  # every argument; must be the first line
         world = current_world()
         named["seed"] = world.seed if seed is None else seed
+        named["model"], named["compile"] = open_models(model, compile)
         self._given = given = Arguments(**{each.name: named[each.name] for each in fields(Arguments)})
         self.layout = given.resolve_layout(world.world_size)
         self.microbatch_size, self._sync_batchnorm = microbatch_size, sync_batchnorm
@@ -272,6 +275,7 @@ class Trainer(TrainedModels):
         """The folder given to `resume`, or `None`."""
         return self._saver.folder
 
+    @explain_arguments
     def loader(
         self,
         dataset: Dataset[Any] | Any,
