@@ -74,6 +74,7 @@ def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
         "sync_batchnorm",
         "loss_over",
         "comm_hook",
+        "ema",
     }
     assert kept["comm_hook"] == "print"
     assert kept["clip_norm"] == 0.5

@@ -9,9 +9,11 @@ from typing import Any, Literal, Protocol
 from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.mesh import Axis
 from paceline.train.batches import RankRows
 from paceline.train.compressing import check_num_slots
 from paceline.train.same_settings import all_ranks, check_same_settings, describe_data
+from paceline.world import World
 
 
 class StepTaker(Protocol):
@@ -19,9 +21,11 @@ class StepTaker(Protocol):
 
     Attributes:
         num_slots: of the compression; `None` without.
+        world: the ranks.
     """
 
     num_slots: int | None
+    world: World
 
     def leave_if_asked(self) -> None:
         """Save and leave if some rank was asked to stop."""
@@ -37,7 +41,8 @@ class TrainerLoader(Loader):
         trainer: the trainer that made the loader.
         dataset, settings: as for `Loader`.
         shard: `"loader"` for the whole data, `"mine"` for this rank's own part.
-        rows: gathers numbers from all ranks.
+        dp: the ranks that have different samples; `None` in a world of one.
+        pin_memory: `None`: if the ranks are on GPUs.
         others: the trainer's loaders by name. A loader of data that another one has trained on starts with
             the next epoch, so that a loader made in every epoch does not repeat the order of the first.
 
@@ -51,7 +56,8 @@ class TrainerLoader(Loader):
         dataset: Any,
         *,
         shard: Literal["loader", "mine"],
-        rows: RankRows,
+        dp: Axis | None,
+        pin_memory: bool | None,
         others: Mapping[str, Loader],
         **settings: Any,
     ) -> None:
@@ -62,8 +68,17 @@ class TrainerLoader(Loader):
                 rule='It is "loader" for data that the loader divides, or "mine" for this rank\'s own part.',
                 fix='Leave it out, or pass shard="mine".',
             )
-        exchange = rows.exchange if shard == "mine" else None
-        super().__init__(dataset, num_slots=trainer.num_slots, exchange=exchange, **settings)
+        device = trainer.world.device
+        super().__init__(
+            dataset,
+            num_slots=trainer.num_slots,
+            rank=0 if dp is None else dp.rank,
+            world_size=1 if dp is None else dp.size,
+            pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
+            compares=dp is not None,
+            exchange=RankRows(dp, device).exchange if shard == "mine" else None,
+            **settings,
+        )
         self.is_compared, self._others = False, others
         if settings.get("shuffle") is not False:
             check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)

@@ -29,7 +29,7 @@ from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models
-from paceline.train.batches import RankRows, RawBatches, weigh
+from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -308,20 +308,17 @@ class Trainer(TrainedModels):
             dataset,
             global_batch_size=global_batch_size,
             microbatch_size=size,
-            rank=0 if self._dp is None else self._dp.rank,
-            world_size=1 if self._dp is None else self._dp.size,
+            dp=self._dp,
             seed=self._given.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             epochs=epochs,
             num_workers=num_workers,
             prefetch=prefetch,
-            pin_memory=self.world.device.type == "cuda" if pin_memory is None else pin_memory,
+            pin_memory=pin_memory,
             collate=collate,
             name=name,
             shard=shard,
-            compares=self._mesh is not None,
-            rows=RankRows(self._dp, self.world.device),
             others=self._loaders,
         )
         self._loaders[name] = loader
