@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.parallel.shard.setup import copied_model_error
-from paceline.train.update import Update
+from paceline.train.update import Update, Updated
 
 
 class Average:
@@ -147,6 +147,13 @@ def build_averages(
             fix="Use these names, or one number for all models.",
         )
     return {name: Average(models[name], each, before_write=before_write) for name, each in decays.items()}
+
+
+def update_averages(averages: Mapping[str, Average], done: Mapping[str, Updated]) -> None:
+    """Update the averages of the models that a step has updated and not skipped."""
+    for name, average in averages.items():
+        if name in done and done[name].skipped is None:
+            average.update()
 
 
 def name_averages(averages: Mapping[str, Average]) -> dict[str, Average]:

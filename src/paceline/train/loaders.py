@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
+from paceline.data.check import check_data, warn_of_oversized_batch
 from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -68,6 +69,7 @@ class TrainerLoader(Loader):
                 rule='It is "loader" for data that the loader divides, or "mine" for this rank\'s own part.',
                 fix='Leave it out, or pass shard="mine".',
             )
+        check_data(dataset, settings["name"])
         device = trainer.world.device
         super().__init__(
             dataset,
@@ -81,6 +83,8 @@ class TrainerLoader(Loader):
         )
         self.is_compared, self._others = False, others
         if settings.get("shuffle") is not False:
+            if trainer.world.is_main:
+                warn_of_oversized_batch(self)
             check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)
         self._trainer = trainer
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.data.check import check_data, warn_of_oversized_batch
 from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.finding import Finding
@@ -28,7 +27,7 @@ from paceline.recipe import Layout
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
-from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models
+from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
     Model,
@@ -298,32 +297,14 @@ class Trainer(TrainedModels):
         are already divided, and are this rank's own part. A loader of data that another loader has trained
         on starts with the next epoch.
         """
+        settings = {key: each for key, each in locals().items() if key not in ("self", "dataset", "name")}
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
             raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
-        check_data(dataset, name)
-        loader = TrainerLoader(
-            self,
-            dataset,
-            global_batch_size=global_batch_size,
-            microbatch_size=size,
-            dp=self._dp,
-            seed=self._given.seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            epochs=epochs,
-            num_workers=num_workers,
-            prefetch=prefetch,
-            pin_memory=pin_memory,
-            collate=collate,
-            name=name,
-            shard=shard,
-            others=self._loaders,
-        )
+        settings |= {"name": name, "microbatch_size": size, "seed": self._given.seed}
+        loader = TrainerLoader(self, dataset, dp=self._dp, others=self._loaders, **settings)
         self._loaders[name] = loader
-        if shuffle is not False and self.world.is_main:
-            warn_of_oversized_batch(loader)
         state = self._saver.tracked.take_loader_state(name)
         if state is not None:
             self._saver.check_loader(loader)
@@ -469,9 +450,7 @@ class Trainer(TrainedModels):
             else:
                 self._given.step(update)
         done = self._phases.end()
-        for name, average in self.averages.items():
-            if name in done and done[name].skipped is None:
-                average.update()
+        update_averages(self.averages, done)
         self._stop_signum = self._stop_signum or self._phases.stop_signum
         if share.source is not None:
             share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
