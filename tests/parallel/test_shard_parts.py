@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.parallel.shard import setup
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
-from tests.parallel.sharded import LENGTH, VOCAB, WIDTH, microbatch
+from tests.parallel.sharded import LENGTH, VOCAB, WIDTH, Toy, microbatch
 
 
 def held_block() -> nn.ModuleDict:
@@ -171,12 +173,120 @@ class HandUsed(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
-def train_by_hand(world: Any) -> None:
-    trainer = build_trainer("dp_shard=2", HandUsed())
-    trainer.step(share(world, 0))
+class Outside(nn.Module):
+    """Calls parts of its blocks before and after the blocks, and reads weights of blocks before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        early = self.blocks[2].linear2(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number != 3 else x + F.gelu(block.linear1(block.norm1(x)))
+        x = x + early + F.linear(x, self.blocks[0].linear1.weight)
+        penalty = sum(block.norm2.weight.square().sum() for block in self.blocks[1:3])
+        return F.linear(x, self.embed.weight) * penalty
 
 
-def test_a_block_that_is_not_called_is_refused_by_name(ranks: Pool) -> None:
-    with pytest.raises(RankError, match="PL435") as caught:
-        ranks.run(train_by_hand)
-    assert "blocks.0 (TransformerEncoderLayer)" in str(caught.value)
+def build_outside(number: int) -> nn.Module:
+    torch.manual_seed(0)
+    return (HandUsed, Outside)[number]()
+
+
+def train_outside(world: Any, layout: str, settings: dict[str, Any]) -> Any:
+    found = []
+    for number in range(2):
+        trainer = build_trainer(layout, build_outside(number), **settings)
+        losses = [float(trainer.step(share(world, step)).loss) for step in range(3)]
+        kinds = {type(module.__dict__["_parameters"]) for module in trainer.model.modules()}
+        assert kinds == {dict}, "the first step alone is watched"
+        found.append((losses, trainer.whole_state()))
+    return found
+
+
+def train_plainly(number: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses and weights of a loop of torch alone."""
+    model, losses = build_outside(number).double(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = [microbatch(index, step) for index in range(4)]
+        for ids in batches:
+            logits = model(ids[:, :-1]).flatten(0, 1)
+            loss = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+            (loss / sum(each[:, 1:].numel() for each in batches)).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    weight = 4 * microbatch(0)[:, 1:].numel()
+    return [sum(losses[4 * n : 4 * n + 4]) / weight for n in range(3)], dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout", "settings"),
+    [(2, "dp_shard=2", {}), (2, "dp_shard=2 zero=2", FAST), (3, "dp_shard=3 recompute=block", {})],
+)
+def test_blocks_that_are_used_outside_of_their_calls(
+    ranks: Pool, nproc: int, layout: str, settings: dict[str, Any]
+) -> None:
+    for number, (losses, state) in enumerate(ranks.run(train_outside, nproc, (layout, settings))[0]):
+        expected, weights = train_plainly(number)
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(state[name], tensor.detach(), rtol=1e-6, atol=1e-6, msg=name)
+
+
+class Late(Toy):
+    """Reads a weight of a block in the second step for the first time."""
+
+    num_forwards = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.num_forwards += 1
+        x = super().forward(ids)
+        return x * self.blocks[0].gain.sum() if self.num_forwards > 2 else x
+
+
+def train_late(world: Any) -> None:
+    trainer = build_trainer("dp_shard=2", Late())
+    for step in range(2):
+        trainer.step(share(world, step))
+
+
+def test_a_later_use_is_refused_with_its_line(ranks: Pool) -> None:
+    with pytest.raises(
+        RankError, match=r"test_shard_parts.py:\d+ in forward uses a parameter of a block.*PL435"
+    ):
+        ranks.run(train_late)
+
+
+def build_tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))
+
+
+def train_tables(world: Any, table_bytes: int) -> Any:
+    with mock.patch.object(setup, "_TABLE_BYTES", table_bytes):
+        gathered = []
+        for model in (Toy(), build_tables()):
+            trainer = build_trainer("dp_shard=2" if world.world_size > 1 else "", model)
+            for step in range(2):
+                trainer.step(share(world, step))
+            gathered.append(trainer.whole_state())
+        units = (
+            []
+            if world.world_size == 1
+            else [unit.name for unit in trainer._updates["model"].runner._shards.units]
+        )
+        return gathered, units
+
+
+def test_large_tables_are_gathered_one_by_one(ranks: Pool) -> None:
+    (toy, tables), _ = ranks.run(train_tables, 1, (0,))[0]
+    found, units = ranks.run(train_tables, 2, (0,))[0]
+    assert units == ["0", "1", ""], "the tied table of the other model stays with it"
+    for state, other in zip((toy, tables), found, strict=True):
+        assert all(torch.equal(other[name], tensor) for name, tensor in state.items())

@@ -44,12 +44,18 @@ __all__ = [
     "own_parameters",
     "replaced_truncated_normal",
     "set_compiled_call",
+    "set_own_parameters",
 ]
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the dict in which a module itself keeps its parameters, those that are None included."""
     return module._parameters
+
+
+def set_own_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Replace the dict in which a module itself keeps its parameters."""
+    module._parameters = parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -24,7 +24,7 @@ gradient has no mark for its end. The round's first mark, which runs after all o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,13 @@ class Marks:
         model: sharded.
         blocks: its sharded modules, without the model itself.
         device_type: of the model; the marks run in line with its backward.
+        held: those of the blocks that are gathered as long as the model itself; they have no marks.
     """
 
-    def __init__(self, model: FSDPModule, blocks: Sequence[FSDPModule], device_type: str) -> None:
+    def __init__(
+        self, model: FSDPModule, blocks: Sequence[FSDPModule], device_type: str, held: Collection[FSDPModule]
+    ) -> None:
+        self._held = held
         # Makes tokens require a gradient. Tensors of the model would do so too, but then backward would go
         # from the token to them, even if the loss does not depend on them.
         self._anchor = torch.empty(0, device=device_type, requires_grad=True)
@@ -73,6 +77,11 @@ class Marks:
         opening = torch.compiler.disable(self._open)  # type: ignore[no-untyped-call]
         # Runs before torch's own hook, which calls the entry.
         model.register_forward_pre_hook(opening, prepend=True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward of the model runs that has a backward."""
+        return self._is_open
 
     def add(self, act: Callable[[], object], *, is_needed: bool = False) -> int:
         """Set a mark here, and return its number; nodes made later have higher ones.
@@ -153,6 +162,8 @@ class Marks:
 
     def _entry(self, module: FSDPModule) -> Callable[[Register, Any, Any], Any]:
         def enter(register: Register, args: Any, kwargs: Any) -> Any:
+            if module in self._held:
+                return args, kwargs
             if not self._is_open:
                 # There is no backward; or one is running, and recomputes the block.
                 return register(args, kwargs)
@@ -165,6 +176,8 @@ class Marks:
 
     def _exit(self, module: FSDPModule, *, is_root: bool) -> Callable[[Register, Any], Any]:
         def leave(register: Register, output: Any) -> Any:
+            if module in self._held:
+                return output
             start = self._starts.pop(id(module), None)
             if is_root:
                 self._is_open, start = False, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -23,9 +24,13 @@ from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
 from paceline.torch_seams.fsdp import check_torch, list_records, unmark
+from paceline.torch_seams.modules import own_parameters
 
 log = logging.getLogger(__name__)
 
+# A module outside of the blocks of at least so many bytes gets a message of its own. Smaller ones would cost
+# more time in further messages than they save in memory.
+_TABLE_BYTES = 16 << 20
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,11 +56,13 @@ class Unit:
         name: of the module; "" for the model itself.
         module: sharded.
         parameters: its own shards by full name, without those of other units.
+        is_table: whether it is outside of the blocks and gathered with the model, in a message of its own.
     """
 
     name: str
     module: FSDPModule
     parameters: list[tuple[str, nn.Parameter]]
+    is_table: bool = False
 
 
 def apply_sharding(
@@ -89,17 +96,18 @@ def apply_sharding(
     """
     keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
-    _check_parameters(model, blocks, apart)
+    tables = _find_tables(model, blocks)
+    _check_parameters(model, [*blocks, *tables], apart)
     before = dict(model.named_parameters())
     check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
     # Those without a dimension are kept whole on every rank, see `whole.py`.
     arguments["ignored_params"] = {p for name, p in before.items() if not p.dim() or name in apart}
-    for name, block in [*blocks, ("", model)]:
+    for name, block in [*blocks, *tables, ("", model)]:
         fully_shard(
             block,
             # The root's parameters are needed again as soon as backward begins.
-            reshard_after_forward=bool(name) and not keeps,
+            reshard_after_forward=(name, block) in blocks and not keeps,
             mp_policy=_precision_policy(settings, is_root=not name),
             **arguments,
         )
@@ -109,7 +117,7 @@ def apply_sharding(
     check_torch(list(modules.values()))
     _hide_mark(model, [block for _, block in blocks])
     move_hooks(before, model)
-    units = _collect_units(model, modules, apart)
+    units = _collect_units(model, modules, apart, {name for name, _ in tables})
     for unit in units:
         # With a factor of 1 the operation is a plain sum; without force it would be "multiply, then sum".
         unit.module.set_gradient_divide_factor(1.0)
@@ -146,8 +154,23 @@ def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
             unmark(module)
 
 
-def _collect_units(model: nn.Module, modules: dict[str, FSDPModule], apart: Collection[str]) -> list[Unit]:
-    units = [Unit(name, module, []) for name, module in modules.items() if name]
+def _find_tables(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the large modules outside of the blocks, if there are several: an embedding and a head."""
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    owners = Counter(id(p) for module in model.modules() for p in own_parameters(module).values())
+    found = []
+    for name, module in model.named_modules():
+        own = [p for p in own_parameters(module).values() if p is not None]
+        is_alone = name and id(module) not in inside and all(owners[id(p)] == 1 for p in own)
+        if is_alone and sum(p.nbytes for p in own) >= _TABLE_BYTES and not list(module.children()):
+            found.append((name, module))
+    return found if len(found) > 1 else []
+
+
+def _collect_units(
+    model: nn.Module, modules: dict[str, FSDPModule], apart: Collection[str], tables: Collection[str]
+) -> list[Unit]:
+    units = [Unit(name, module, [], name in tables) for name, module in modules.items() if name]
     units.append(Unit("", modules[""], []))
     homes = {id(record.sharded_param): unit for unit in units for record in list_records(unit.module)}
     for name, parameter in model.named_parameters():
@@ -225,7 +248,7 @@ def _offload_policy(mesh: DeviceMesh, offload: str) -> OffloadPolicy:
 
 def _set_prefetch(units: list[Unit], ahead: int) -> None:
     """Set what is gathered early: in forward the next blocks, in backward the previous ones."""
-    *blocks, root = [unit.module for unit in units]
+    *blocks, root = [unit.module for unit in units if not unit.is_table]
     root.set_modules_to_forward_prefetch(blocks[:ahead])
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
@@ -242,5 +265,5 @@ def prefetch_last(units: list[Unit], ahead: int) -> None:
         units: the blocks, and the model last.
         ahead: number of blocks; 0 for none.
     """
-    *blocks, root = [unit.module for unit in units]
+    *blocks, root = [unit.module for unit in units if not unit.is_table]
     root.set_modules_to_backward_prefetch(blocks[::-1][:ahead] or [root])

@@ -32,15 +32,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.shared_memory import build_exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
+from paceline.own_code import describe_place, is_own
 from paceline.parallel.compress import Compression, SumOfSlots
 from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
@@ -54,6 +57,7 @@ from paceline.parallel.shard.gradient_exchange import (
     StepProgress,
     SumChunks,
 )
+from paceline.parallel.shard.held import Held, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
 from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
@@ -136,8 +140,13 @@ class Shards:
             raise _whole_error()
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
-        self._marks = Marks(root, blocks, mesh.device_mesh.device_type)
-        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks)
+        held = Held(unit.module for unit in self.units if unit.is_table)
+        self._marks = Marks(root, blocks, mesh.device_mesh.device_type, held)
+        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks, held)
+        self._reads: Reads | None = None  # of the first step
+        self._num_steps = 0
+        # Runs after torch's own hook, which gathers the model's own parameters and at first reads all.
+        model.register_forward_pre_hook(lambda *_: self._begin_forward(held, blocks))
         model.register_forward_hook(self._reshard_without_backward)
         self.offload()
         log.info(
@@ -187,6 +196,10 @@ class Shards:
             self._connect_hooks(unit)
             for record in list_records(unit.module):
                 clear_gradients(record)  # otherwise they would be added to this step's
+        if self._reads is not None:
+            self._reads.end()
+            self._reads = None
+        self._num_steps += 1
         self._rounds.begin(num_owned)
         self._skipped.begin()
         for chunks in self._chunks:
@@ -203,6 +216,8 @@ class Shards:
         """
         self._rounds.index, self._rounds.is_last = index, sync
         self._skipped.begin_round()
+        if self._reads is not None:
+            self._reads.begin_round()
         self._marks.begin_round()
         module = self.units[-1].module
         if self._sums_once:  # earlier rounds accumulate, and the last one sums over ranks
@@ -231,18 +246,17 @@ class Shards:
         """Run `compute(batch)`, which must call the model itself and not modules inside it.
 
         Raises:
-            PacelineError: PL435 if a block's parameters are used and the block is not called, PL436 for a
-                gradient that is computed inside of `compute`.
+            PacelineError: PL435 for parameters of a block that are used when they are not gathered, PL436
+                for a gradient that is computed inside of `compute`.
         """
         try:
             return compute(batch)
         except RuntimeError as error:
             if _UNUSED in str(error):
                 raise gradient_error(f"{type(error).__name__}: {first_line(error)}") from error
-            unit = self._find_uncalled() if _MIXED in str(error) else None
-            if unit is None:
-                raise
-            raise _uncalled_error(unit) from error
+            if _MIXED in str(error):
+                raise _outside_error(error) from error
+            raise
 
     def backward(self, loss: Tensor) -> float:
         """Run backward; in an idle round on zero times the loss.
@@ -402,13 +416,19 @@ class Shards:
         outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
         handle = unit.module.register_forward_pre_hook(outside)
 
-    def _find_uncalled(self) -> Unit | None:
-        """Return the first block that was never called."""
-        for unit in self.units[:-1]:
-            records = list_records(unit.module)
-            if records and all(gathered(record) is None for record in records):
-                return unit
-        return None
+    def _begin_forward(self, held: Held, blocks: list[FSDPModule]) -> None:
+        """Gather the units that are held; in the first step, find those that must be."""
+        held.gather(blocks)
+        if self._num_steps != 1 or self._reads is not None or not self._marks.is_open:
+            return
+        numbers = {unit.name: number for number, unit in enumerate(self.units[:-1]) if not unit.is_table}
+
+        def hold(name: str) -> bool:
+            if self._marks.is_open:
+                self._skipped.hold(numbers[name])
+            return self._marks.is_open
+
+        self._reads = Reads([(name, self._model.get_submodule(name)) for name in numbers], hold)
 
     def _abandon_round(self) -> None:
         """Make torch drop the state of a forward or backward that raised."""
@@ -426,12 +446,14 @@ def _whole_error() -> PacelineError:
     )
 
 
-def _uncalled_error(unit: Unit) -> PacelineError:
-    kind = type(unit.module).__mro__[2].__name__  # below the two classes that fully_shard puts in front
+def _outside_error(error: Exception) -> PacelineError:
+    frames = [(each.f_code, line) for each, line in walk_tb(error.__traceback__)]
+    own = [describe_place(c.co_filename, line, c.co_name) for c, line in frames if is_own(c.co_filename)]
     return PacelineError(
         "PL435",
-        saw=f"the forward uses parameters of {unit.name} ({kind}) but does not call {unit.name}.",
-        rule="Under dp_shard the parameters of a block are gathered when the block is called as a module.",
-        fix=f"Make the model call {kind} itself and do the work in {kind}.forward, or hold the block's "
-        "modules in an nn.ModuleDict, or use dp_shard=1.",
+        saw=f"{own[-1] if own else 'the forward'} uses a parameter of a block outside of the block's call.",
+        rule="Under dp_shard the parameters of a block are gathered when the block is called. Other uses are "
+        "found in the first step, if it reads the parameter as an attribute of its module.",
+        fix="Do the work in the block's forward, or use the parameter in every forward in the same way, or "
+        "use dp_shard=1.",
     )

@@ -16,7 +16,7 @@ gathers it. If the orders differ, the second rank finds another block there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from torch import nn
 from paceline.comm.exchange import nothing_like
 from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
+from paceline.parallel.shard.held import Held
 from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, prefetch_last
 from paceline.torch_seams.fsdp import (
@@ -49,21 +50,29 @@ class Skipped:
         rounds: of this model.
         ahead: number of blocks that are gathered ahead.
         marks: of this model.
+        held: its units that are gathered as long as the model itself; these are left out here.
 
     Attributes:
         used: ids of the sharded parameters that a microbatch of this rank has used since `begin`.
     """
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], rounds: StepProgress, ahead: int, marks: Marks
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        rounds: StepProgress,
+        ahead: int,
+        marks: Marks,
+        held: Held,
     ) -> None:
         self.used: set[int] = set()
         self._rounds = rounds
         self._units = units
         self._ahead = ahead
         self._marks = marks
+        self._held = held
         self._blocks = units[:-1]
-        self._order: list[int] | None = list(range(len(self._blocks)))
+        self._order: list[int] | None = self._leave_held(range(len(self._blocks)))
         self._place: int | None = None  # in the order; of a forward that has a backward
         self._calls: list[int] = []
         self._seen: set[tuple[int, ...]] = set()  # calls of whole forwards, until the order is settled
@@ -103,7 +112,7 @@ class Skipped:
     def _entry(self, number: int) -> Any:
         def enter(_module: nn.Module, _args: Any) -> None:
             # Without a place, the block is recomputed in backward, or has no backward.
-            if self._place is None or self._order is None:
+            if self._place is None or self._order is None or self._blocks[number].module in self._held:
                 return
             self._calls.append(number)
             if number not in self._order[self._place :]:
@@ -114,11 +123,22 @@ class Skipped:
                 return
             place = self._order.index(number, self._place)
             skipped, self._place = self._order[self._place : place], place + 1
-            for block in skipped:
+            for block in self._leave_held(skipped):
                 self._pass_by(block)
             self._compare(number)
 
         return enter
+
+    def hold(self, number: int) -> None:
+        """Gather a block, and keep it gathered in each forward and backward from here on."""
+        self._compare(number)
+        module = self._blocks[number].module
+        self._held.add(module)
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+
+    def _leave_held(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if self._blocks[number].module not in self._held]
 
     def _compare(self, number: int) -> None:
         """Raise if another rank gathers another block now; in the first step only."""
@@ -132,7 +152,8 @@ class Skipped:
             saw=f"this rank goes on to {self._name(number)} where another one goes on to "
             f"{self._name(other)}.",
             rule="Under dp_shard all ranks gather the blocks in one order.",
-            fix="Look for what depends on the rank in the model's forward, or use dp_shard=1.",
+            fix="If the model leaves blocks out, define them in the order in which it calls them. If not, "
+            "look for what depends on the rank in its forward. Or use dp_shard=1.",
         )
 
     def _name(self, number: int) -> str:
@@ -144,7 +165,7 @@ class Skipped:
         rest, self._place = self._order[self._place :], None
         if not self._is_settled:
             self._seen.add(tuple(self._calls))
-        for block in rest:
+        for block in self._leave_held(rest):
             self._pass_by(block)
         self._compare(len(self._blocks))
 
@@ -184,10 +205,11 @@ class Skipped:
         self._is_settled = True
         if self._is_ordered:
             return
-        if any(len(set(calls)) < len(self._blocks) for calls in self._seen):
+        seen = {tuple(self._leave_held(calls)) for calls in self._seen}
+        if any(len(set(calls)) < len(self._leave_held(range(len(self._blocks)))) for calls in seen):
             raise self._order_error()
         # Calls that differ without leaving a block out are checked by the signature.
-        self._order = list(next(iter(self._seen))) if len(self._seen) == 1 else None
+        self._order = list(next(iter(seen))) if len(seen) == 1 else None
 
     def _order_error(self) -> PacelineError:
         names = [self._blocks[number].name for number in self._calls]
