@@ -369,6 +369,53 @@ class Draws(Outside):
         return done
 
 
+class Collects(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        found = torch.zeros(len(self.blocks), *h.shape, dtype=h.dtype)
+        for number, block in enumerate(self.blocks):
+            h = block(h)
+            found[number] = h
+        done: Tensor = self.leave(found.sum(0))
+        return done
+
+
+class CollectsCopies(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        found = torch.zeros(len(self.blocks), *h.shape, dtype=h.dtype)
+        for number, block in enumerate(self.blocks):
+            h = block(h)
+            found[number].copy_(h.detach())
+        done: Tensor = self.leave(h + found.sum(0))
+        return done
+
+
+class Averages(Outside):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = block(h)
+            self.average.mul_(0.9).add_(h.detach().mean())
+        done: Tensor = self.leave(h + self.average)
+        return done
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a decision": ({"model": Decides}, "PL481", "__bool__"),
     "a value that is read": ({"model": Reads}, "PL481", "(item)"),
@@ -377,7 +424,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "in place": ({"model": Writes}, "PL483", "in place"),
     "a draw": ({"model": Draws}, "PL487", "rand"),
     "no example": ({"example": None}, "PL486", "layout.pp=2"),
-    "no blocks": ({"model": Block}, "PL491", "0 repeated blocks"),
+    "no layers": ({"model": Bare}, "PL491", "calls 0 blocks"),
+    "parts of a tensor": ({"model": Collects}, "PL483", "in place"),
+    "parts of one without a gradient": ({"model": CollectsCopies}, "PL483", "in place"),
+    "a buffer of several stages": ({"model": Averages}, "PL483", "a buffer"),
     "one chunk": ({"layout": "pp=2 schedule=interleaved"}, "PL475", "chunks=1"),
     "chunks without loops": ({"layout": "pp=2 chunks=2"}, "PL475", "chunks=2"),
     "a file that is not there": ({"layout": "pp=2 schedule=own.txt"}, "PL470", "No such file"),
@@ -403,9 +453,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "schedule=1f1b",
     ),
     "more stages than blocks": (
-        {"layout": "pp=2 schedule=bfs chunks=3"},
+        {"layout": "pp=2 schedule=bfs chunks=4"},
         "PL491",
-        "calls 4 blocks",
+        "calls 6 blocks or layers",
     ),
     "misspelt": ({"layout": "pp=2 schedule=1f1"}, "PL118", "schedule=1f1"),
     "compiled, with divided backwards": (

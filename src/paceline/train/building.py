@@ -212,7 +212,6 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     model = ModelFacts(
         max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
-        num_cuts=None if blocks else 0,  # a block may be called several times: the trial forward counts
         has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
         num_experts=count_experts(built.model, choose_experts(built.model, settings.experts)),
     )

@@ -36,6 +36,21 @@ def add_named(model: nn.Module, blocks: Sequence[str], layout: Layout) -> list[s
     return found
 
 
+def add_layers(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return the modules that may begin a stage of a model with few blocks: these, and layers elsewhere.
+
+    A layer has parameters of its own, and no module with parameters inside.
+    """
+    inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if name and id(module) not in inside and any(True for _ in module.parameters())
+        if not any(any(True for _ in child.parameters()) for child in module.children())
+    ]
+    return [*blocks, *layers]
+
+
 def find_named(entered: Sequence[str], layout: Layout) -> tuple[int, ...] | None:
     """Return the first segment of every stage and the number of segments; `None` if nothing is given by hand.
 

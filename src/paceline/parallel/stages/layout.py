@@ -25,7 +25,7 @@ from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.placement import local
-from paceline.parallel.stages.by_hand import add_named, find_named
+from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
 from paceline.parallel.stages.measure import TimedBatch, measure_costs
 from paceline.parallel.stages.plan import StageCut, find_starts
@@ -99,7 +99,7 @@ class Stages:
         self._device = device
         self._has_modes = has_modes
         self._rows = rows
-        blocks = [name for name, _ in find_blocks(model)]
+        blocks = [name for name, _ in find_blocks(model) if name]
         self._blocks = add_named(model, blocks, layout)
         self.shards: StageShards | None = None
         self._records: OrderedDict[Any, StageCut] = OrderedDict()
@@ -107,6 +107,9 @@ class Stages:
         self._schedules: dict[int, Schedule] = {}
         self._list = None if layout.schedule in NAMES else read_schedule_file(layout.schedule, layout.pp)
         record = self._try(example, masks)
+        if record.num_segments < len(self.homes) and not layout.stages_by_hand:
+            self._blocks = add_layers(model, self._blocks)
+            record = self._try(example, masks)
         if record.num_segments < len(self.homes):
             raise _few_blocks_error(record.num_segments - 1, len(self.homes), layout)
         costs, unit = record.costs, "operations"
@@ -373,9 +376,10 @@ def _refuse_layers(model: nn.Module, layout: Layout) -> None:
 def _few_blocks_error(num_blocks: int, num_stages: int, layout: Layout) -> PacelineError:
     return PacelineError(
         "PL491",
-        saw=f"layout.pp={layout.pp} with {num_stages} stages, for a forward that calls {num_blocks} blocks.",
-        rule="Each stage begins with a block of its own.",
-        fix="Lower pp or chunks, or put the model's layers into an nn.ModuleList.",
+        saw=f"layout.pp={layout.pp} with {num_stages} stages, for a forward that calls {num_blocks} blocks "
+        "or layers.",
+        rule="Each stage begins with the call of a repeated block, or of a layer outside of blocks.",
+        fix="Lower pp or chunks, or divide the model into more modules.",
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from paceline.errors import PacelineError
 from paceline.parallel.context.division import Division
 from paceline.parallel.stages.record import ForwardRecord, LearnedTensor
+
+# Stages begin at one of at most so many places: the time to choose grows with their square.
+_MOST_PLACES = 256
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class StageCut:
             if self.find_stage(self.record.learned[made].segment) != self.find_stage(segment):
                 raise PacelineError(
                     "PL483",
-                    saw=f"{module or 'the model'} changes in place a tensor that an earlier stage made.",
+                    saw=f"{module or 'the model'} changes in place a tensor that an earlier stage made, or "
+                    "uses a buffer that an earlier stage changes.",
                     rule="Under pp, a stage gets a copy of what earlier stages made, and may have to pass "
                     "it on unchanged.",
                     fix="Use the operation that returns a new tensor, for example x + y in place of x += y.",
@@ -74,6 +79,11 @@ def find_starts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """
     num_segments = len(costs)
     assert num_segments >= num_stages
+    if num_segments > _MOST_PLACES >= num_stages:
+        # A cell that is called at every position has many. Neighbours are tried as one.
+        places = [number * num_segments // _MOST_PLACES for number in range(_MOST_PLACES + 1)]
+        joined = [sum(costs[start:end]) for start, end in pairwise(places)]
+        return tuple(places[start] for start in find_starts(joined, num_stages))
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -20,6 +20,7 @@ from paceline.parallel.flops import FlopCounter
 from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
 from paceline.torch_seams.fake import FakeTensorMode, RunFake
 from paceline.torch_seams.modules import NormBase, list_forward_hooks
+from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_flatten, tree_map_only
 
 # Functions that turn a tensor into a value of Python.
@@ -157,7 +158,8 @@ class _Recorder(Walker):
         self._learned: set[int] = set()
         self._twins: dict[int, Tensor] = {}
         self._origins: dict[int, int] = {}
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         parameters = {id(p) for p in model.parameters()}
         for tensor in (*model.parameters(), *model.buffers()):
             is_parameter = id(tensor) in parameters
@@ -166,6 +168,8 @@ class _Recorder(Walker):
             with torch.no_grad(), mode:
                 twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
             self._twins[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            if id(tensor) in self._buffers:
+                self._buffers[id(twin)] = self._buffers[id(tensor)]
             if is_parameter:
                 self._learned.add(id(twin))
                 self._origins[id(twin)] = id(tensor)
@@ -186,16 +190,22 @@ class _Recorder(Walker):
         is_learned = any(id(tensor) in self._learned for tensor in inputs)
         if is_learned and name in _READS:
             raise _decision_error(self.module_name, name)
+        changed = kwargs.get("out", inputs[0]) if is_learned and _writes(name, kwargs) else None
+        if changed is not None and not is_fake(changed):
+            self._forget_numbers(changed)
+            return self.run_function(call, function, args, kwargs)
         self._use(inputs)
         output = function(*args, **kwargs)
         outputs = list_tensors(output)
+        if changed is not None:
+            self._note_write(changed)
         if not outputs:
+            if is_learned and name == "__setitem__":
+                self._record.functions[call] = self._describe(name, output, inputs, self.segment)
             return output
         for tensor in inputs:
             if id(tensor) in self._origins:
                 self._record.readers.setdefault(self._origins[id(tensor)], set()).add(self.module_name)
-        if is_learned:
-            self._note_write(name, inputs[0])
         self._keep += outputs
         for place, tensor in enumerate(outputs):
             if id(tensor) not in self._names and not any(tensor is each for each in inputs):
@@ -259,15 +269,37 @@ class _Recorder(Walker):
             if id(tensor) in self._origins:
                 self._record.parameters.setdefault(self._origins[id(tensor)], set()).add(self.segment)
             elif id(tensor) in self._names:
-                self._users[self._names[id(tensor)]].add((self.segment, self.path))
+                made = self._names[id(tensor)]
+                self._users[made].add((self.segment, self.path))
+                if made[0][1].startswith("buffer ") and self._found[made][1] < self.segment:
+                    self._record.writes.append((made, self.segment, self.module_name))  # no stage sends it
 
-    def _note_write(self, name: str, target: Tensor) -> None:
-        if name not in _WRITES and (not name.endswith("_") or name.endswith("__")):
-            return
-        for tensor in (target, target._base):
-            made = None if tensor is None else self._names.get(id(tensor))
-            if made is not None and self._found[made][1] < self.segment:
-                self._record.writes.append((made, self.segment, self.module_name))
+    def _forget_numbers(self, target: Tensor) -> None:
+        """Use a tensor without numbers in the place of one that becomes learned, and of the one it views."""
+        base = target if target._base is None else target._base
+        with torch.no_grad(), self._mode:
+            twin = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=base.device)
+            view = twin.as_strided(target.size(), target.stride(), target.storage_offset())
+        for old, new in ((base, twin),) if target is base else ((base, twin), (target, view)):
+            self._keep.append(old)
+            self._twins[id(old)] = new
+            if id(old) in self._buffers:
+                self._buffers[id(new)] = self._buffers[id(old)]
+            if id(old) in self._names:
+                made = self._names[id(new)] = self._names[id(old)]
+                self._found[made] = new, self._found[made][1]
+
+    def _note_write(self, target: Tensor) -> None:
+        """Note that a tensor, and all that shares its memory, depends on parameters from here on."""
+        base = target if target._base is None else target._base
+        if id(base) in self._buffers and id(base) not in self._names:
+            made = self._names[id(base)] = ("", f"buffer {self._buffers[id(base)]}", 0), 0
+            self._found[made], self._paths[made] = (base, self.segment), ""
+        for made, (tensor, segment) in self._found.items():
+            if tensor is base or tensor._base is base:
+                self._learned.add(id(tensor))
+                if segment < self.segment:
+                    self._record.writes.append((made, self.segment, self.module_name))
 
     def _describe(self, function: str, output: Any, inputs: list[Tensor], end: int) -> Result:
         leaves, spec = tree_flatten(output)
@@ -282,6 +314,11 @@ class _Recorder(Walker):
                 made = self._names.get(id(leaf))
                 found.append(Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype, made=made))
         return Result(function, spec, tuple(found), end)
+
+
+def _writes(name: str, kwargs: Any) -> bool:
+    is_method = name.endswith("_") and not name.endswith("__")
+    return name in _WRITES or is_method or isinstance(kwargs.get("out"), Tensor)
 
 
 @contextmanager
