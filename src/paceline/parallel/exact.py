@@ -27,7 +27,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -78,9 +79,6 @@ class ExactReduction:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in others]
         self._parameters = [p for _, p in named]
         self._places = {id(p): place for place, (_, p) in enumerate(named)}
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False) is True:
-                raise _sparse_error(f"{name} ({type(module).__name__}) is built with sparse=True.")
         self._group = group
         self._rank = 0 if group is None else group.rank()
         self._plan: ReductionPlan | None = None
@@ -118,7 +116,7 @@ class ExactReduction:
         for parameter in self._parameters:
             parameter.grad = None
         if any(g is not None and g.layout != torch.strided for g in gradients):
-            raise _sparse_error("a gradient is a sparse tensor.")
+            raise sparse_error("a gradient is a sparse tensor.")
         return gradients
 
     def is_used(self, parameter: Tensor) -> bool:
@@ -331,10 +329,29 @@ def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
     return gradient.permute(order).reshape(-1)
 
 
-def _sparse_error(saw: str) -> PacelineError:
+def check_dense(model: nn.Module) -> None:
+    """Raise PL425 for layers whose gradients are sparse."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise sparse_error(f"{name} ({type(module).__name__}) is built with sparse=True.")
+
+
+@contextmanager
+def explaining_sparse() -> Iterator[None]:
+    """Raise PL425 in place of torch's errors for a gradient of a function called with sparse=True."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sparse" in str(error):
+            raise sparse_error("a gradient is a sparse tensor.") from error
+        raise
+
+
+def sparse_error(saw: str) -> PacelineError:
+    """Return the error for a sparse gradient."""
     return PacelineError(
         "PL425",
         saw=saw,
-        rule="The exact reduction adds dense gradients, element by element.",
-        fix='Build the layer with sparse=False, or use reduction="fast".',
+        rule="Gradients are added over microbatches and ranks element by element.",
+        fix="Build the layer with sparse=False; SGD and Adagrad then give the same weights.",
     )

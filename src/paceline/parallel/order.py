@@ -26,7 +26,7 @@ from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
-from paceline.parallel.exact import ExactReduction
+from paceline.parallel.exact import ExactReduction, check_dense
 from paceline.parallel.experts.choose import choose_experts, keep_listed
 from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
@@ -133,12 +133,13 @@ def parallelize(
         construction: the source of the values of a model on the meta device.
 
     Raises:
-        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
-            models that cannot be sharded, PL460 to
+        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL425 for sparse
+            gradients, PL440 to PL449 for models that cannot be sharded, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
             divide, PL655 to PL667 for experts that ep cannot share out.
     """
     _check_trains(model)
+    check_dense(model)
     layout = settings.layout
     if layout.divides_model or layout.cp > 1 or layout.recompute != "none":
         _refuse_scripts(model, layout)

@@ -29,7 +29,7 @@ from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
-from paceline.parallel.exact import settle_conjugates
+from paceline.parallel.exact import explaining_sparse, settle_conjugates
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import count_parts, join_parts, measure_norm, measure_parts
 from paceline.parallel.objective import Loss
@@ -225,8 +225,9 @@ class Update:
         launch = Launch(agreement, message, runner.used, self._measure_parts if self._num_parts else None)
         work = Work(objective, share, step, phase, self._unit, launch)
         try:
-            comm_s = runner.run(work, count_flops=count_flops)
-            updated = self._finish(agreement, settings, comm_s)
+            with explaining_sparse():
+                comm_s = runner.run(work, count_flops=count_flops)
+                updated = self._finish(agreement, settings, comm_s)
         finally:
             for frozen in self._frozen:
                 frozen.requires_grad_(False)
