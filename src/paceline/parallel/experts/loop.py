@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import PacelineError
-from paceline.torch_seams.dispatch import without_functions
+from paceline.torch_seams.dispatch import without_functions, without_modes
 from paceline.torch_seams.tensors import identify, is_fake, read_version
 from paceline.torch_seams.trees import tree_leaves, tree_map_only
 
@@ -31,6 +31,8 @@ _WRITING_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itru
 _WRITING_OPERATORS |= {"__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"}
 _MAKING = (torch.zeros, torch.empty, torch.ones, torch.full)
 _SEARCHES = (torch.nonzero, Tensor.nonzero)
+_READS: dict[str, Callable[[int], Any]] = {"__bool__": bool, "is_nonzero": bool, "item": int, "__int__": int}
+_READS |= {"__index__": int}
 # It ends with an underscore, and changes no number.
 _NOT_WRITING = frozenset({"requires_grad_"})
 # From a mode of tensors without numbers, and the input of an expert, to a tensor like its answer.
@@ -197,6 +199,7 @@ class TrialLoop(TorchFunctionMode):
     """A mode in which a loop over experts runs on tensors without numbers.
 
     Which tokens an expert gets depends on numbers. In a trial forward each expert gets as many as there are.
+    If they are counted, they are divided evenly. No expert is left out.
 
     Args:
         fake: the mode of these tensors.
@@ -209,18 +212,41 @@ class TrialLoop(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_search = func in _SEARCHES or (func is torch.where and len(args) == 1)
-        if not is_search or not args or not is_fake(args[0]) or not args[0].dim():
-            found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], Tensor) or not is_fake(args[0]):
+            found = func(*args, **kwargs)
             if func in _MAKING and not is_fake(found):
                 # The loop adds answers to it, which have no numbers.
                 with without_functions():
                     found = self._fake.from_tensor(found)
             return found
-        mask, num_found = args[0], max(args[0].shape)
-        if func is torch.where or (kwargs or {}).get("as_tuple"):
-            return tuple(mask.new_zeros(num_found, dtype=torch.int64) for _ in mask.shape)
-        return mask.new_zeros(num_found, mask.dim(), dtype=torch.int64)
+        given, name = args[0], _name(func)
+        if name in _READS and not given.dim() and not given.is_floating_point():
+            return _READS[name](1)  # an expert has tokens
+        if name == "bincount":
+            length = max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+            with without_functions(), without_modes():
+                return torch.bincount(torch.arange(given.numel()) % length, minlength=length)
+        if name in ("__getitem__", "__setitem__") and isinstance(args[1], Tensor | tuple):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (given, tuple(each for part in index for each in _search(part, given)), *args[2:])
+        elif given.dim() and (func in _SEARCHES or (func is torch.where and len(args) == 1)):
+            places = _find(given)
+            return places if func is torch.where or kwargs.get("as_tuple") else torch.stack(places, 1)
+        return func(*args, **kwargs)
+
+
+def _find(mask: Tensor, num_found: int | None = None) -> tuple[Tensor, ...]:
+    """Return places where a mask might be true: as many as its longest dimension has."""
+    return tuple(mask.new_zeros(num_found or max(mask.shape), dtype=torch.int64) for _ in mask.shape)
+
+
+def _search(index: Any, given: Tensor) -> tuple[Any, ...]:
+    """Return a part of an index with places instead of a mask without numbers."""
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or not index.dim() or not is_fake(index):
+        return (index,)
+    # A mask of rows may be true everywhere; one of single numbers says which of a token's choices it is.
+    return _find(index, index.numel() if index.dim() < given.dim() else None)
 
 
 def like(tensor: Tensor) -> Tensor:

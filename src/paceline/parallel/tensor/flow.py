@@ -162,7 +162,7 @@ class Flow:
             for output in op.outputs
         }
         for tensor in list(self._uses):
-            if tensor in self._cut or tensor in lifted or not self._needs_gradient(tensor):
+            if tensor in self._cut or tensor in lifted or not self.needs_gradient(tensor):
                 continue
             entering = [use for use in self._uses[tensor] if self.enters(tensor, use)]
             if entering:
@@ -170,7 +170,7 @@ class Flow:
         self._check_every_call(found)
         return found
 
-    def _needs_gradient(self, tensor: int) -> bool:
+    def needs_gradient(self, tensor: int) -> bool:
         """Return whether a tensor is an activation that depends on some parameter."""
         return bool(self.learned.get(tensor)) and tensor in self._computed
 

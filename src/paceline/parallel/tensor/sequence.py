@@ -195,6 +195,12 @@ class _Walk:
             if number not in self._unscattered:
                 self._plan.stream.update(op.outputs)
             for tensor in set(op.inputs) - self.stream:
+                if self._flow.needs_gradient(tensor):
+                    # Each rank would have an addend of its gradient.
+                    raise _refuse(
+                        f"{op.name} in {op.module or 'the model'} combines a part of the sequence with a "
+                        "whole tensor that depends on parameters"
+                    )
                 names = self._trace.names
                 self._plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
 

@@ -219,7 +219,7 @@ def trace_forward(
     names: dict[int, str] = {}
     seen: dict[int, Tensor] = {}
     with mode:
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *_all_buffers(model)]:
+        for name, tensor in _list_tensors(model):
             if id(tensor) not in seen:
                 shape = tuple(tensor.shape) if reshape is None else reshape(name, tensor)
                 device = "cpu" if tensor.device.type == "meta" else tensor.device
@@ -242,7 +242,9 @@ def trace_forward(
         stack.enter_context(recorder)
         stack.enter_context(functions)
         try:
-            functional_call(caller, {f"model.{name}": fake for name, fake in fakes.items()}, ())
+            functional_call(
+                caller, {f"model.{name}": fake for name, fake in fakes.items()}, (), tie_weights=False
+            )
         except Exception as error:
             if partial_result:
                 return Trace(
@@ -515,5 +517,11 @@ class _Functions(TorchFunctionMode):
         return result
 
 
-def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(model.named_buffers(remove_duplicate=False))
+def _list_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by all names of one module each.
+
+    torch's `functional_call` would leave a fake in a module that it gets under two names.
+    """
+    for name, module in model.named_modules():
+        yield from module.named_parameters(name, recurse=False, remove_duplicate=False)
+        yield from module.named_buffers(name, recurse=False, remove_duplicate=False)
