@@ -51,6 +51,7 @@ class Mesh:
         expert_replicas: the data ranks that hold the same experts; those of `replicas` without ep.
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
+        device: that this rank computes on.
         device_mesh: torch's mesh, with one dimension per axis, of the same name.
     """
 
@@ -60,6 +61,7 @@ class Mesh:
         self._made = world.groups
         self._rank = world.rank
         self.device_mesh = device_mesh
+        self.device = world.device
         self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes(multiplies=True)}
         self.axes |= {name: self._group(name, (name,)) for name in list_axes(multiplies=False)}
         self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (

@@ -48,7 +48,7 @@ def measure_norm(
         mesh: the ranks, or `None` for one.
         exact: whether the bits must not depend on dp_shard.
     """
-    device, dtype = _find_device(parameters), parameters[0].dtype.to_real()
+    device, dtype = _find_device(parameters, mesh), parameters[0].dtype.to_real()
     if exact:
         squares = _add_rows(gradients, parameters, placement, mesh, device)
     elif mesh is None or not placement.is_divided:
@@ -78,7 +78,7 @@ def measure_parts(
     Args:
         gradients, parameters, placement, mesh, exact: as for `measure_norm`.
     """
-    device = _find_device(parameters)
+    device = _find_device(parameters, mesh)
     if exact:
         rows = _measure_first(gradients, parameters, placement, device)
         return torch.cat([row.double() for row in rows])
@@ -92,8 +92,9 @@ def join_parts(parts: Tensor, *, exact: bool) -> Tensor:
     return (parts.square() if exact else parts).sum().sqrt()
 
 
-def _find_device(parameters: Sequence[Tensor]) -> torch.device:
-    return next((p for p in parameters if not p.is_meta), parameters[0]).device  # others are on other stages
+def _find_device(parameters: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
+    held = [p.device for p in parameters if not p.is_meta]  # others are on other stages
+    return held[0] if held or mesh is None else mesh.device
 
 
 def _add_own_squares(gradients: Named, placement: Placement, device: torch.device) -> Tensor:

@@ -51,6 +51,8 @@ class Placement:
         self.holders = dict(holders or {})
         self._model = model
         self._mesh = mesh
+        named = model.named_parameters(remove_duplicate=False)
+        self._numbers = {name for name, parameter in named if not parameter.dim()}
 
     @property
     def is_divided(self) -> bool:
@@ -118,7 +120,7 @@ class Placement:
             tensor: laid out like that one (itself, its gradient, a moment). A plain number, such as a count
                 of steps, is whole already.
         """
-        if name in self.holders and tensor.dim():
+        if name in self.holders and (tensor.dim() or name in self._numbers):
             return self._send_from_holder(name, tensor)
         return self._join_parts(name, tensor)
 
@@ -166,7 +168,9 @@ class Placement:
     @property
     def _device(self) -> torch.device:
         """The device of the parts that this rank holds."""
-        return next(t.device for name, t in self._model.named_parameters() if self.holds(name))
+        assert self._mesh is not None
+        held = (t.device for name, t in self._model.named_parameters() if self.holds(name))
+        return next(held, self._mesh.device)
 
     def _join_rows(self, tensor: DTensor) -> Tensor:
         """Return the whole tensor that dp_shard divides.

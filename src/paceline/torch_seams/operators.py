@@ -35,7 +35,8 @@ def measure_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Add to each tensor the other list's tensor at the same index, in one kernel if possible."""
-    torch._foreach_add_(tensors, others)
+    if tensors:
+        torch._foreach_add_(tensors, others)
 
 
 def multiply_each(tensors: list[Tensor], factor: float) -> None:
