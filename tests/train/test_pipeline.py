@@ -19,7 +19,7 @@ from paceline.checkpoint import hash_tensors
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import ActionKind
 from tests.dist.pool import Pool, RankError
-from tests.parallel.stages.models import MODELS, Block, Outside, call, make_batch, measure
+from tests.parallel.stages.models import MODELS, Outside, call, make_batch, measure
 from tests.train.test_layout_checkpoints import build_gpt, next_token_loss, run
 
 TWO = ("pp=2", "pp=2 schedule=gpipe", "pp=2 schedule=interleaved chunks=2", "pp=2 schedule=bfs chunks=2")
