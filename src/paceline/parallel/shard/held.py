@@ -24,7 +24,7 @@ from paceline.torch_seams.modules import own_parameters, read_compiled_call, set
 log = logging.getLogger(__name__)
 
 
-class Held(set[FSDPModule]):
+class HeldUnits(set[FSDPModule]):
     """The modules of units that are held."""
 
     def gather(self, units: list[FSDPModule]) -> None:

@@ -57,7 +57,7 @@ from paceline.parallel.shard.gradient_exchange import (
     StepProgress,
     SumChunks,
 )
-from paceline.parallel.shard.held import Held, Reads
+from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
 from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
@@ -140,7 +140,7 @@ class Shards:
             raise _whole_error()
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
-        held = Held(unit.module for unit in self.units if unit.is_table)
+        held = HeldUnits(unit.module for unit in self.units if unit.is_table)
         self._marks = Marks(root, blocks, mesh.device_mesh.device_type, held)
         self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks, held)
         self._reads: Reads | None = None  # of the first step
@@ -416,7 +416,7 @@ class Shards:
         outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
         handle = unit.module.register_forward_pre_hook(outside)
 
-    def _begin_forward(self, held: Held, blocks: list[FSDPModule]) -> None:
+    def _begin_forward(self, held: HeldUnits, blocks: list[FSDPModule]) -> None:
         """Gather the units that are held; in the first step, find those that must be."""
         held.gather(blocks)
         if self._num_steps != 1 or self._reads is not None or not self._marks.is_open:

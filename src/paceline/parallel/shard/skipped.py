@@ -27,7 +27,7 @@ from torch import nn
 from paceline.comm.exchange import nothing_like
 from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
-from paceline.parallel.shard.held import Held
+from paceline.parallel.shard.held import HeldUnits
 from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, prefetch_last
 from paceline.torch_seams.fsdp import (
@@ -63,7 +63,7 @@ class Skipped:
         rounds: StepProgress,
         ahead: int,
         marks: Marks,
-        held: Held,
+        held: HeldUnits,
     ) -> None:
         self.used: set[int] = set()
         self._rounds = rounds
