@@ -140,6 +140,9 @@ def test_compiled_models_keep_their_names(tmp_path: Path) -> None:
             states.append(trainer._updates["model"].optimizer_state()["parameters"].keys())
     assert states[0] == states[1] == states[2]
     with start(threads_per_rank=1):
+        with pytest.raises(PacelineError, match="compile=True") as caught:
+            build(lambda: compiled("blocks"))
+        assert caught.value.code == "PL929"
         both = paceline.Trainer(
             {"a": compiled("model"), "b": compiled("plain")},
             optimizer={"a": sgd, "b": sgd},

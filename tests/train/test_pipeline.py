@@ -494,10 +494,12 @@ def test_what_does_not_work_is_refused(ranks: Pool, case: str) -> None:
 def refuse_compiled(world: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's compiler, when it is imported
-        build("pp=2", torch.compile(Outside()))
+        model = Outside()
+        model.compile()
+        build("pp=2", model)
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused(ranks: Pool) -> None:
+def test_a_model_that_is_compiled_in_place_is_refused(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(refuse_compiled, 2)
     error = next(iter(caught.value.causes.values()))

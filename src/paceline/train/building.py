@@ -31,6 +31,7 @@ from paceline.torch_seams.modules import BatchNormBase
 from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples, weigh
 from paceline.train.factories import check_optimizer, check_schedule
+from paceline.train.foreign import refuse_compiled
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
 from paceline.train.runners.routed import RoutedRunner
@@ -103,7 +104,9 @@ def build_model(
     if isinstance(model, nn.Module):
         precision.place_model(model)
         return Built(model, None)
-    construction = construct(model, derive_seed(seed, "model", name), precision.cast_model, group)
+    construction = construct(
+        refuse_compiled(model), derive_seed(seed, "model", name), precision.cast_model, group
+    )
     return Built(construction.model, construction)
 
 

@@ -163,3 +163,21 @@ def open_models(model: Any, compiles: bool) -> tuple[Any, bool]:
             fix='Pass the module as it was before, with layout="dp_replicate=2", "dp_shard=2" or another.',
         )
     return model, compiles
+
+
+def refuse_compiled(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a factory that raises PL929 for a compiled model, whose names would have a prefix."""
+
+    @functools.wraps(factory)
+    def build() -> nn.Module:
+        model = factory()
+        if isinstance(model, nn.Module) and find_compiled(model) is not None:
+            raise PacelineError(
+                "PL929",
+                saw="a factory that returns a model compiled by torch.compile.",
+                rule="The model is laid out first, and compiled then.",
+                fix="Return the model uncompiled, and pass Trainer(compile=True).",
+            )
+        return model
+
+    return build
