@@ -360,7 +360,7 @@ class Replica:
         return reduced
 
     def _average(self, gradients: Tensor) -> Tensor:
-        total = gradients.double()
+        total = gradients.to(torch.float64, copy=True)  # the hook gets them as they are
         dist.all_reduce(total, group=self.group)
         return total / self.num_ranks
 
