@@ -80,7 +80,7 @@ def make_shares() -> list[PreparedShare]:
 
 
 def save(folder: Path, shares: list[PreparedShare], step: int = 1) -> Path:
-    with CheckpointFolder(folder, keep=2).begin(step, num_bytes=999, identity={"run": "a"}) as save:
+    with CheckpointFolder(folder, keep=2).begin(step, num_bytes=999, identity={"made_by": "a"}) as save:
         records: dict[str, FileRecord] = {}
         for share in shares:
             records |= write_files(share.list_files(), save.folder)

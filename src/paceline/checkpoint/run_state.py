@@ -73,7 +73,7 @@ def check_run_state(step: int, model: Mapping[str, StoredTensor], optimizer: Any
         if min(loader[key] for key in _POSITION) < 0:
             raise BadStateError(f"state.loaders.{name} has a number below 0")
     _require({"residuals": {}} | state, {"residuals": dict}, "state")
-    if "settings" in state:  # of the first versions, it has none
+    if state.get("settings") is not None:  # those of the first versions have none (PL519)
         settings = state["settings"]
         _require(settings, _SETTINGS, "state.settings")
         _require(settings["loaders"], dict.fromkeys(settings["loaders"], dict), "state.settings.loaders")
