@@ -27,6 +27,7 @@ def long_gpt() -> nn.Module:
 
 def count_live() -> int:
     """Return bytes of all tensors of this process that have memory."""
+    gc.collect()
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_lazy(each)]
     found = [each for each in found if not each.is_meta and each.layout is torch.strided]
     storages = {local(each).untyped_storage() for each in found}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RENDEZVOUS = "torch.distributed.rendezvous"
+STORE_MAKER = "_create_c10d_store"
 
 
 def replace_store(rendezvous: Any, around: Callable[..., Any]) -> None:
@@ -16,6 +17,6 @@ def replace_store(rendezvous: Any, around: Callable[..., Any]) -> None:
         rendezvous: the module, whose import may just have ended.
         around: gets torch's function and its arguments.
     """
-    create = getattr(rendezvous, "_create_c10d_store", None)
+    create = getattr(rendezvous, STORE_MAKER, None)
     if create is not None and not hasattr(create, "__wrapped__"):
-        rendezvous._create_c10d_store = functools.wraps(create)(functools.partial(around, create))
+        setattr(rendezvous, STORE_MAKER, functools.wraps(create)(functools.partial(around, create)))

@@ -245,7 +245,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "compiles a module in place",
             "compile() passes over the frames of torch.nn's own classes",
         ),
-        TorchName("torch._dynamo.eval_frame.OptimizedModule", "has the compiled module as _orig_mod"),
         TorchName("torch.nn.modules.batchnorm._BatchNorm", "finds BatchNorm of any number of dimensions"),
         TorchName("torch.nn.modules.batchnorm._NormBase", "finds layers with running statistics"),
         TorchName("torch.nn.modules.dropout._DropoutNd", "finds torch's dropouts of any kind"),

@@ -94,9 +94,9 @@ class AsBuilt:
             parameters = own_parameters(module)
             found.append(module.training)
             found += map(id, own_modules(module).values())
-            found += parameters
+            found += parameters.keys()
             found += [(id(p), p.requires_grad, p.dtype) for p in parameters.values() if p is not None]
-            found += own_buffers(module)
+            found += own_buffers(module).keys()
         found += map(_find_memory, (p for _, p in self._shards))
         found.append(self._list_groups())
         return found

@@ -25,7 +25,8 @@ _IN_CHILD = (
 
 def allow_own_meeting() -> None:
     """Prepare this rank before its script runs; the launcher's variables are set."""
-    os.environ[GIVEN_PORT] = os.environ.get("MASTER_PORT", "")
+    if _USES in os.environ:
+        os.environ[GIVEN_PORT] = os.environ.get("MASTER_PORT", "")
     follow_ports()
     when_imported("multiprocessing.spawn", _send_to_children)
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_STORE_MAKER = "_create_c10d_store"  # torch/distributed/rendezvous.py
+from paceline.torch_seams.meeting import STORE_MAKER
+
 _JOINS = "init_process_group"
 
 
@@ -26,7 +27,7 @@ def find_meeting() -> str:
 
 def _search(frame: FrameType | None) -> str:
     while frame is not None:
-        if frame.f_code.co_name == _STORE_MAKER:
+        if frame.f_code.co_name == STORE_MAKER:
             known = frame.f_locals
             return _word(known["hostname"], known["port"], known["world_size"])
         if frame.f_code.co_name == _JOINS and "/torch/" in frame.f_code.co_filename:
