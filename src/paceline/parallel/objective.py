@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Result = TypeVar("Result")
 # From a batch on the device to (sum of losses, weight).
@@ -37,3 +37,20 @@ class Objective(Generic[Result]):
 
 
 Loss = Objective[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A forward of an example batch, which calling it runs, and what the loss does with its output.
+
+    Attributes:
+        forward: from the model to the output.
+        loss: of an output.
+    """
+
+    forward: Callable[[nn.Module], Any]
+    loss: Callable[[Any], Any]
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Run the forward alone."""
+        return self.forward(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from paceline.torch_seams.check import checked
 
@@ -18,6 +19,7 @@ with_functions = torch._C._EnableTorchFunction
 __all__ = [
     "TorchDispatchMode",
     "has_modes",
+    "is_innermost",
     "read_schema",
     "with_functions",
     "without_functions",
@@ -28,6 +30,11 @@ __all__ = [
 def has_modes() -> bool:
     """Return whether a dispatch mode is active."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Return whether a function mode is the one that was entered last."""
+    return torch.overrides._get_current_function_mode() is mode  # type: ignore[no-untyped-call]
 
 
 def read_schema(operator: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from paceline.torch_seams.check import checked, set_existing
 
@@ -23,6 +24,8 @@ with checked("modules"):
 CALL: CodeType = nn.Module._call_impl.__code__
 # The attributes in which a module itself keeps parameters, buffers and modules.
 STORES = ("_parameters", "_buffers", "_modules")
+# The attribute of a module with the ids of the forward hooks that run first.
+_FIRST = "_paceline_first_hooks"
 _TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "own_buffers",
     "own_modules",
     "own_parameters",
+    "register_before_users",
     "replaced_truncated_normal",
     "set_compiled_call",
     "set_own_parameters",
@@ -71,6 +75,16 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dict in which a module itself keeps its modules, those that are None included."""
     return module._modules
+
+
+def register_before_users(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a forward hook behind others registered so, and before all others."""
+    handle = module.register_forward_hook(hook)
+    module.__dict__.setdefault(_FIRST, set()).add(handle.id)
+    hooks = module._forward_hooks
+    for key in [key for key in hooks if key not in module.__dict__[_FIRST]]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def copy_frame(module: nn.Module) -> nn.Module:

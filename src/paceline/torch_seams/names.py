@@ -90,6 +90,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch._C._len_torch_dispatch_stack", "finds whether a mode is active"),
         TorchName("torch._C.DisableTorchFunction", "hides operations from function modes"),
         TorchName("torch._C._EnableTorchFunction", "shows them to a mode inside of such a context again"),
+        TorchName("torch.overrides._get_current_function_mode", "leaves a mode while the model runs"),
         TorchName("torch._ops.OpOverload._schema", "finds what an operation draws and writes"),
     ),
     "elastic": (

@@ -20,7 +20,7 @@ from paceline.finding import Finding
 from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.objective import Loss, Objective
+from paceline.parallel.objective import Loss, Objective, Trial
 from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
@@ -204,7 +204,9 @@ class Trainer(TrainedModels):
             check_same_settings(texts, ranks)
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
-        trial = None if example is None else partial(self._try_forward, batch=example)
+        trial = None
+        if example is not None:
+            trial = Trial(partial(self._try_forward, batch=example), partial(self._try_loss, batch=example))
         timed = given.build_timed(self.layout, example, self._precision)
         laying_out = given.lay_out(self.layout, trial, timed)
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
@@ -582,6 +584,11 @@ class Trainer(TrainedModels):
     def _try_forward(self, model: nn.Module, batch: Any) -> Any:
         with self._precision.autocast():
             return self._forward(model, self._precision.place_batch(cut_batch(batch)))
+
+    def _try_loss(self, output: Any, batch: Any) -> Any:
+        assert self._loss is not None
+        with self._precision.autocast():
+            return self._loss(output, self._precision.place_batch(cut_batch(batch)))
 
     def _objective(self) -> Loss:
         """Return forward and loss of the only model."""

@@ -199,7 +199,7 @@ def _compared(trace: Trace, *, by_rows: bool) -> Iterator[tuple[int, TracedOp]]:
     """
     attended = {number for call in trace.attended if by_rows for number in range(call.first, call.last)}
     for number, op in enumerate(trace.ops):
-        if number in attended:
+        if number in attended or op.is_outside:
             continue
         same = bool(op.inputs) and trace.shapes[op.inputs[0]] == trace.shapes[op.outputs[0]]
         if not (same and op.name in ("clone", "contiguous", "expand", "view", "_unsafe_view", "slice")):

@@ -306,6 +306,7 @@ class Walk:
             self.made_as_rows[calls[-1].outputs[0]] = self.rows.pop(calls[-1].outputs[0])
             self.rows.pop(stream)
             self._check_outside(index, last)
+        self._check_leaving()
         self._check_gradients()
         self._find_draws()
 
@@ -493,7 +494,7 @@ class Walk:
         """Raise if a part leaves its stretch other than by the last block's output."""
         parts = {t for t, at in self.rows.items() if at == index} | set(self.heads)
         for op in self.trace.ops[last:]:
-            for tensor in op.inputs:
+            for tensor in () if op.is_outside else op.inputs:
                 if tensor in parts and self.trace.shapes[tensor]:
                     raise cannot_divide_error(
                         f"{op.name} in {op.module or 'the model'} uses a tensor from inside of the blocks"
@@ -506,9 +507,23 @@ class Walk:
                     "output_hidden_states, output_attentions and use_cache off), or set cp=1.",
                 )
 
+    def _check_leaving(self) -> None:
+        """Raise if code outside of the model gets a part, or what has a part of its parameters' gradients."""
+        names = {number for number, name in self.trace.names.items() if name in self.plan.partial}
+        for tensor, how in self.trace.leaving.items():
+            is_added = tensor not in self._uses.computed and self._uses.learned.get(tensor, names) & names
+            if is_added or tensor in self.rows or tensor in self.heads:
+                raise cannot_divide_error(
+                    f"a tensor from inside of the blocks leaves the model: {how}",
+                    fix="Compute the loss from the model's output alone; detach what is only kept. Or "
+                    "set cp=1.",
+                )
+
     def _check_gradients(self) -> None:
         """Raise for a parameter that has a part of its gradient here and all of it there."""
         for number, op in enumerate(self.trace.ops):
+            if op.is_outside:
+                continue
             computed = any(tensor in self._uses.computed for tensor in (*op.inputs, *op.outputs))
             if number in self._part_ops or not computed:
                 continue

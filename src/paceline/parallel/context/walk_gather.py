@@ -77,7 +77,7 @@ class GatherWalk(Walk):
             self._attend_to_whole(index, call, set(given[1:3]))
         self._part_ops.update(inside)
         self.rows.update(dict.fromkeys(call.outputs, index))
-        is_causal = bool(AttentionCall(*call.args, **call.kwargs).is_causal)
+        is_causal = AttentionCall(*call.args, **call.kwargs).is_causal is True
         self.plan.attending.append(Attending(call.module, call.spot, index, divided[1], is_causal))
         made = {tensor for number in inside for tensor in self.trace.ops[number].outputs}
         for key, tensor in self.trace.drawn.items():

@@ -24,6 +24,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.objective import Trial
 from paceline.parallel.placement import local
 from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
@@ -193,12 +194,15 @@ class Stages:
         # Once for all of them: listing is a walk through the whole model.
         self._modules = list(self._model.named_modules())
 
-    def find_cut(self, batch: Any, run: Callable[[], Any]) -> StageCut:
+    def find_cut(
+        self, batch: Any, run: Callable[[], Any], loss: Callable[[Any], Any] | None = None
+    ) -> StageCut:
         """Return the cut of a forward on a batch, from a trial forward for each new shape.
 
         Args:
             batch: on the device.
             run: calls the model on it.
+            loss: of what `run` returns.
 
         Raises:
             PacelineError: PL481 to PL485.
@@ -212,7 +216,7 @@ class Stages:
         found = self._records.get(key)
         if found is None:
             self._names = {id(p): name for name, p in self._model.named_parameters()}
-            record = record_forward(self._model, self._blocks, run, self._device)
+            record = record_forward(self._model, self._blocks, run, self._device, loss)
             divisions = tuple(rows.division for rows in self._rows)
             found = StageCut(record, (*self._starts[:-1], record.num_segments), divisions)
             if record.num_segments != self._starts[-1]:
@@ -279,12 +283,14 @@ class Stages:
 
     def _try(self, example: Callable[[nn.Module], Any], masks: Masks) -> ForwardRecord:
         found: list[ForwardRecord] = []
+        loss = example.loss if isinstance(example, Trial) else None
 
         def run() -> None:
             with masks.drawing(0, range(2)):
-                found.append(
-                    record_forward(self._model, self._blocks, lambda: example(self._model), self._device)
+                record = record_forward(
+                    self._model, self._blocks, lambda: example(self._model), self._device, loss
                 )
+                found.append(record)
 
         draws = find_random(self._model, run)
         if draws:

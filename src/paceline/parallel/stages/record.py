@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.parallel.flops import FlopCounter
+from paceline.parallel.results import list_held
 from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
 from paceline.torch_seams.fake import FakeTensorMode, RunFake
 from paceline.torch_seams.modules import NormBase, list_forward_hooks
@@ -121,15 +122,20 @@ class ForwardRecord:
 
 
 def record_forward(
-    model: nn.Module, blocks: Collection[str], run: Callable[[], Any], device: torch.device
+    model: nn.Module,
+    blocks: Collection[str],
+    run: Callable[[], Any],
+    device: torch.device,
+    loss: Callable[[Any], Any] | None = None,
 ) -> ForwardRecord:
-    """Record a forward.
+    """Record a forward, and what a loss of its output uses besides, as far as that runs without numbers.
 
     Args:
         model: its parameters may be on the meta device.
         blocks: full names of the modules between which the model may be cut.
         run: calls the model.
         device: of the model when it trains.
+        loss: of what `run` returns.
 
     Raises:
         PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
@@ -139,6 +145,12 @@ def record_forward(
         recorder.count = counter.get_total_flops
         with recorder.following(), RunFake():  # type: ignore[no-untyped-call]
             output = run()
+            recorder.end_segment()
+            if loss is not None:
+                try:
+                    loss(output)
+                except Exception:  # it needs numbers
+                    recorder.use_held()
     return recorder.finish(output)
 
 
@@ -154,7 +166,6 @@ class _Recorder(Walker):
         self._found: dict[Made, tuple[Tensor, int]] = {}
         self._users: dict[Made, set[tuple[int, str]]] = defaultdict(set)
         self._outputs: dict[str, set[int]] = {}
-        self._raw: dict[str, tuple[Any, list[Any], list[Tensor], int]] = {}
         self._learned: set[int] = set()
         self._twins: dict[int, Tensor] = {}
         self._origins: dict[int, int] = {}
@@ -175,14 +186,22 @@ class _Recorder(Walker):
                 self._origins[id(twin)] = id(tensor)
 
     def enter_block(self, name: str) -> None:
-        self._count_segment()
+        self.end_segment()
         self._record.entered.append(name)
         super().enter_block(name)
 
-    def _count_segment(self) -> None:
+    def end_segment(self) -> None:
+        """Note what the segment cost that ends now."""
         total = self.count()
         self._record.costs.append(total - self._counted)
         self._counted = total
+
+    def use_held(self) -> None:
+        """Note a use of every learned tensor that still exists: the loss may use it."""
+        own = {id(self._keep), *map(id, self._found.values())}
+        learned = [made for made, (tensor, _) in self._found.items() if id(tensor) in self._learned]
+        for number, _ in list_held([self._found[made][0] for made in learned], own):
+            self._users[learned[number]].add((self.segment, self.path))
 
     def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, lambda t: self._twins.get(id(t), t), (args, kwargs))
@@ -234,7 +253,6 @@ class _Recorder(Walker):
     def finish(self, output: Any) -> ForwardRecord:
         """Return the record of a forward that has ended."""
         record = self._record
-        self._count_segment()
         record.num_segments = self.segment + 1
         for tensor in list_tensors(output):
             if id(tensor) in self._names:

@@ -25,6 +25,7 @@ from paceline.parallel.tensor.sizes import SIZED, divide_size
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
 from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
+from paceline.torch_seams.modules import register_before_users
 from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 
@@ -54,7 +55,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         if entry.keys:
             change_input(modules[entry.module], entry.keys, change)
         else:
-            change_output(modules[entry.module], change)
+            change_output(modules[entry.module], change, entry.number)
     for leaving in plan.exits:
         module = modules[leaving.module]
         change = _add_up_rows(axis) if leaving in along.exits else _add_up(axis)
@@ -135,7 +136,7 @@ def _cut_outputs(model: nn.Module, outputs: dict[int, Split], axis: Axis) -> Non
             leaves[tensors[number]] = CutTensor(leaves[tensors[number]], split, axis)
         return tree_unflatten(leaves, structure)
 
-    model.register_forward_hook(hook)
+    register_before_users(model, hook)
 
 
 def _copy(axis: Axis) -> Change:

@@ -8,11 +8,12 @@
 | `gather_rows` | all-gather                       | reduce-scatter                   |
 | `add_up_rows` | reduce-scatter                   | all-gather                       |
 | `take_rows`   | this rank's part                 | all-gather                       |
+| `keep_once`   | nothing                          | zeros, but on the first rank     |
 
 Modes for functions of torch see them like torch's own. On tensors without numbers they return shapes and
 communicate nothing.
 
-The last three are those of sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-gather and a
+Those of rows are those of sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-gather and a
 reduce-scatter together carry the bytes of the all-reduce that they replace. All ranks of the axis must call
 these functions in the same order.
 """
@@ -77,6 +78,14 @@ def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(take_rows, tensor, axis, dim)
     result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def keep_once(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return the tensor; of a gradient that all ranks have and that is summed later, one rank keeps it."""
+    if has_torch_function_unary(tensor):
+        return show(keep_once, tensor, axis)
+    result: Tensor = _KeepOnce.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -162,6 +171,17 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_graph()
         return all_reduce(grad, ctx.axis), None
+
+
+class _KeepOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
 
 
 class _AddUp(torch.autograd.Function):

@@ -34,11 +34,13 @@ class CutBoundary:
 
     Attributes:
         module: full name.
-        keys: the arguments of its call (places or keywords) that are this tensor; empty for its output.
+        keys: the arguments of its call (places or keywords) that are this tensor; empty for an output.
+        number: of this output among the tensors that the module returns.
     """
 
     module: str
     keys: tuple[int | str, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Uses:
         self.trace = trace
         self.of: dict[int, list[int]] = defaultdict(list)
         for number, op in enumerate(trace.ops):
-            for tensor in dict.fromkeys(op.inputs):
+            for tensor in dict.fromkeys(() if op.is_outside else op.inputs):
                 self.of[tensor].append(number)
         self.learned: dict[int, frozenset[int]] = {n: frozenset((n,)) for n in trace.parameters}
         self.computed = {number for number in trace.shapes if number not in trace.parameters}
@@ -100,7 +102,8 @@ class Flow:
         entries, exits: in order of execution, each once.
         partial: whole parameters that meet cut tensors.
         exit_of: by number of an operation that produces an addend, its exit.
-        sums: as given.
+        cut, sums, lookups: as given.
+        ends: tensors that leave the model.
         learned: by number of a tensor, the numbers of the parameters that it was computed from.
 
     Raises:
@@ -115,9 +118,11 @@ class Flow:
         sums: set[int],
         lookups: set[int],
     ) -> None:
-        self._trace, self._modules, self._cut = uses.trace, modules, cut
-        self.sums, self._lookups = sums, lookups
+        self._trace, self._modules, self.cut = uses.trace, modules, cut
+        self.sums, self.lookups = sums, lookups
         self._uses, self.learned, self._computed = uses.of, uses.learned, uses.computed
+        returned = {n for call in uses.trace.calls if call.module == "" for n in call.outputs}
+        self.ends = {*uses.trace.outputs, *returned, *uses.trace.leaving}
         self._memo: dict[tuple[int, int], bool] = {}
         self.exit_of = self._find_exits()
         self.exits = list(dict.fromkeys(self.exit_of.values()))
@@ -127,7 +132,9 @@ class Flow:
     def mixes(self, number: int) -> bool:
         """Return whether an operation uses cut tensors so that its other inputs get partial gradients."""
         op = self._trace.ops[number]
-        return number not in self._lookups and any(t in self._cut for t in (*op.inputs, *op.outputs))
+        if number in self.lookups or op.is_outside:
+            return False
+        return any(tensor in self.cut for tensor in (*op.inputs, *op.outputs))
 
     def enters(self, tensor: int, number: int) -> bool:
         """Return whether one use of a whole tensor gives it only a part of its gradient."""
@@ -144,7 +151,7 @@ class Flow:
             results = [output for output in op.outputs if output != tensor]
             uses = [(result, use) for result in results for use in self._uses[result]]
             entering = bool(uses) and all(self.enters(result, use) for result, use in uses)
-            entering = entering and not any(result in self._trace.outputs for result in results)
+            entering = entering and self.ends.isdisjoint(results)
         else:  # every rank computes the same with it, and gets the whole gradient
             entering = False
         self._memo[(tensor, number)] = entering
@@ -162,7 +169,7 @@ class Flow:
             for output in op.outputs
         }
         for tensor in list(self._uses):
-            if tensor in self._cut or tensor in lifted or not self.needs_gradient(tensor):
+            if tensor in self.cut or tensor in lifted or not self.needs_gradient(tensor):
                 continue
             entering = [use for use in self._uses[tensor] if self.enters(tensor, use)]
             if entering:
@@ -189,10 +196,11 @@ class Flow:
             found.append(CutBoundary(call.module, tuple(keys)))
             missing.difference_update(inside)
         producers = [call for call in self._trace.calls if tensor in call.outputs]
-        only_enters = set(entering) == set(self._uses[tensor]) and tensor not in self._trace.outputs
-        # If every use enters, one hook on the output of the innermost module that returns it suffices.
-        if missing and producers and only_enters and not found:
-            return [CutBoundary(producers[-1].module, ())]
+        only_enters = set(entering) == set(self._uses[tensor]) and tensor not in self.ends
+        # If every use enters, one hook on the output of the innermost module that returns it suffices. Uses
+        # in that module itself get the tensor before the hook does.
+        if missing and producers and only_enters and not found and producers[-1].last <= min(missing):
+            return [CutBoundary(producers[-1].module, (), producers[-1].outputs.index(tensor))]
         for use in sorted(missing):
             if self.mixes(use):
                 where = self._trace.ops[use].module or "the model"
@@ -221,7 +229,7 @@ class Flow:
         found: set[str] = set()
         for number, op in enumerate(self._trace.ops):
             for tensor in op.inputs:
-                if tensor in self._cut or tensor in self._computed or not self.learned.get(tensor):
+                if tensor in self.cut or tensor in self._computed or not self.learned.get(tensor):
                     continue
                 if not (self.mixes(number) and self.enters(tensor, number)):
                     continue
@@ -235,15 +243,15 @@ class Flow:
     def _only_enters(self, tensor: int) -> bool:
         sources = self.learned[tensor]
         return all(
-            self.enters(number, use)
+            number not in self.ends and self.enters(number, use)
             for number, learned in self.learned.items()
-            if number not in self._computed and learned & sources and number not in self._cut
+            if number not in self._computed and learned & sources and number not in self.cut
             for use in self._uses[number]
         )
 
     def _find_exits(self) -> dict[int, Exit]:
         found: dict[int, Exit] = {}
-        for number in sorted(self._lookups):
+        for number in sorted(self.lookups):
             found[number] = self._find_lookup(number)
         for number in sorted(self.sums):
             found[number] = self._find_exit(number)
@@ -268,10 +276,10 @@ class Flow:
         module = self._modules[op.module]
         if is_linear(module) and not op.is_hooked:
             return Exit(op.module, "linear")
-        call = [call for call in self._trace.calls if call.first <= number < call.last][-1]
+        call = next((c for c in reversed(self._trace.calls) if c.first <= number < c.last), None)
         # With a bias (a third input), the output is already addend plus bias, and summing it would count the
         # bias once per rank.
-        if len(op.inputs) == 2 and len(call.outputs) == 1 and self._gives(number, call):
+        if call is not None and len(op.inputs) == 2 and len(call.outputs) == 1 and self._gives(number, call):
             return Exit(op.module, "output")
         written = self._find_written(number)
         if written is not None and self._is_sum(number, written):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.torch_seams.modules import register_before_users
 from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 Change = Callable[[Tensor], Tensor]
@@ -78,7 +79,10 @@ def change_argument(
 
 
 def change_output(module: nn.Module, change: Change, number: int = 0) -> RemovableHandle:
-    """Change one of the tensors that a module returns: the first, or the one with a number from 0."""
+    """Change one of the tensors that a module returns: the first, or the one with a number from 0.
+
+    Hooks that the user has registered see the changed tensor.
+    """
 
     def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
         leaves, structure = tree_flatten(result)
@@ -86,4 +90,4 @@ def change_output(module: nn.Module, change: Change, number: int = 0) -> Removab
         leaves[place] = change(leaves[place])
         return tree_unflatten(leaves, structure)
 
-    return module.register_forward_hook(hook)
+    return register_before_users(module, hook)

@@ -36,12 +36,13 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
+from paceline.parallel.tensor.backward import BackwardCheck
 from paceline.parallel.tensor.calls import CallSite, Site
 from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
 from paceline.parallel.tensor.sequence import DIM, Sequence, mismatch_error, plan_sequence, rehearse
 from paceline.parallel.tensor.sizes import SIZED, change_size
-from paceline.parallel.tensor.trace import Trace, TracedOp, trace_forward
+from paceline.parallel.tensor.trace import Detour, Trace, TracedOp, trace_forward
 
 STYLES = ("colwise", "rowwise", "replicate")
 
@@ -189,6 +190,9 @@ class _Planner:
         self._uses = Uses(trace)
         # The atoms are final from here on: no further rule is applied.
         self.atoms = {number: atoms_of(dims, number) for number in trace.shapes}
+        for number, how in trace.leaving.items():
+            for _, _, atom in self.atoms[number]:
+                atom.pin(f"it leaves the model whole: {how}")
         self._produced = {number for op in trace.ops for number in op.outputs}
         self.holders: dict[Atom, set[int]] = defaultdict(set)
         for number, found in self.atoms.items():
@@ -349,7 +353,8 @@ class _Planner:
             partial_result=True,
             resize=resize,
             masks=self.masks,
-            detours=rehearse(sequence, self.num_ranks) if sequence else (),
+            detours=rehearse(sequence, self.num_ranks) if sequence else self._rehearse_entries(),
+            finds_kept=bool(self.trace.leaving),
         )
         # One call site can be changed in all of its calls or in none.
         for (module, spot), at in kept.items():
@@ -358,13 +363,15 @@ class _Planner:
         made: set[int] = set()  # created from sizes alone, such as the mask of a dropout
         # Both traces must have the same operations, and every shape must be the planned part of the whole.
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
-        last = len(self.trace.ops) - 1
+        last = max(at for at, _ in _compared(self.trace))
+        same: list[tuple[int, int]] = []
         for one, other in pairs:
             at, mine = one or (last, self.trace.ops[last])
             where = mine.module or "the model"
             if one is None or other is None or _kind(mine) != _kind(other[1]):
                 return at, f"the code of {where} takes another path when its tensors are split"
             its = other[1]
+            same.append((at, other[0]))
             if sequence is not None and made.issuperset(mine.inputs):
                 made.update(mine.outputs)
                 continue
@@ -377,7 +384,16 @@ class _Planner:
                     expected[min(DIM, len(expected) - 1) if len(expected) > 2 else 0] //= self.num_ranks
                 if tuple(expected) != parts.shapes[part]:
                     return at, f"the code of {where} uses a fixed size ({mine.name})"
-        return None
+        assert self._flow is not None
+        return None if sequence else BackwardCheck(self._flow, self.trace, parts, same).find_wrong()
+
+    def _rehearse_entries(self) -> list[Detour]:
+        """Return detours that replace a tensor where an entry of the plan will."""
+        assert self._flow is not None
+        return [
+            Detour(entry.module, entry.keys, lambda tensor: tensor.view_as(tensor), number=entry.number)
+            for entry in self._flow.entries
+        ]
 
     def build(self) -> SplitPlan:
         splits = self.splits()
@@ -432,6 +448,8 @@ def _compared(trace: Trace) -> Iterator[tuple[int, TracedOp]]:
     which may be another one for parts.
     """
     for number, op in enumerate(trace.ops):
+        if op.is_outside:
+            continue
         same = bool(op.inputs) and trace.shapes[op.inputs[0]] == trace.shapes[op.outputs[0]]
         if not (same and op.name in ("clone", "contiguous", "expand", "view", "_unsafe_view")):
             yield number, op

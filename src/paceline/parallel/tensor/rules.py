@@ -47,8 +47,8 @@ def read_dims(trace: Trace) -> Dims:
     """Apply the rules to all operations of a trace, in order."""
     dims = Dims(trace)
     for number, op in enumerate(trace.ops):
-        if not op.inputs and not op.outputs:
-            continue
+        if op.is_outside or (not op.inputs and not op.outputs):
+            continue  # what the model returns is whole outside of it
         rule = _RULES.get(op.name)
         if rule is not None:
             rule(dims, number, op)

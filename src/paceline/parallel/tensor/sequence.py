@@ -87,6 +87,9 @@ def plan_sequence(
         raise _refuse("a block is called more than once in a forward")
     for stretch in _find_stretches([calls[name] for name in blocks if name in calls]):
         _read_stretch(trace, flow, modules, stretch, num_ranks, plan)
+    for tensor, how in trace.leaving.items():
+        if tensor in plan.stream:
+            raise _refuse(f"a part of the sequence leaves the model: {how}")
     if not plan.stretches or not plan.entries:
         raise _refuse("no blocks were found that pass on a tensor and are split by tp")
     return plan
@@ -210,7 +213,7 @@ class _Walk:
             if entry.keys:
                 if call.first <= number < call.last and tensor in (call.inputs[key] for key in entry.keys):
                     return entry
-            elif tensor in call.outputs and number >= call.last:
+            elif call.outputs[entry.number] == tensor and number >= call.last:
                 return entry
         return None
 
@@ -264,7 +267,7 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
 
     return [
         *(Detour(stretch.first, stretch.keys, take) for stretch in plan.stretches),
-        *(Detour(entry.module, entry.keys, gather) for entry in plan.entries),
+        *(Detour(e.module, e.keys, gather, number=e.number) for e in plan.entries),
         *(Detour(leaving.module, (), take, leaving.spot) for leaving in plan.exits),
         *(Detour(stretch.last, (), gather) for stretch in plan.stretches),
     ]

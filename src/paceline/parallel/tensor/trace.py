@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from traceback import walk_tb
@@ -23,7 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
+from paceline.own_code import describe_place
 from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.objective import Trial
+from paceline.parallel.results import list_held
 from paceline.parallel.tensor.calls import (
     ATTENDING,
     SUMMED,
@@ -64,6 +67,7 @@ class TracedOp:
         outputs: numbers of the tensors that it returned, in order.
         module: full name of the innermost module that is being called.
         is_hooked: whether it ran in a hook of that module, not in its forward.
+        is_outside: whether it ran outside of the model: in `forward=` or the loss.
         library: that defines it, `aten` for torch's own.
         line: file, line and function of the code that called it.
     """
@@ -74,6 +78,7 @@ class TracedOp:
     outputs: list[int]
     module: str
     is_hooked: bool = False
+    is_outside: bool = False
     library: str = "aten"
     line: tuple[str, int, str] | None = field(default=None, compare=False)
 
@@ -141,7 +146,7 @@ class Written:
         module: full name of the module.
         spot: the call among those of the forward.
         func: the function, of `WATCHED`.
-        args, kwargs: as given.
+        args, kwargs: as given, with `Ref`s in place of tensors.
         first: number of the first operation that ran inside,
         last: number after the last one.
         outputs: numbers of the tensors that it returned.
@@ -176,6 +181,8 @@ class Trace:
         written: calls of functions that were given sizes or that may produce a sum, in order.
         drawn: by key of a dropout (`parallel/dropout/replacements.py`), the tensor that was dropped.
         attended: calls of attention as one function, in order.
+        replaced: by number of a tensor that a detour has returned, that of the one it was given.
+        leaving: by number of a tensor that code outside of the model gets other than as its result, how.
     """
 
     ops: list[TracedOp]
@@ -188,6 +195,8 @@ class Trace:
     written: list[Written]
     drawn: dict[str, int]
     attended: list[Written] = field(default_factory=list)
+    leaving: dict[int, str] = field(default_factory=dict)
+    replaced: dict[int, int] = field(default_factory=dict)
 
 
 def trace_forward(
@@ -199,17 +208,20 @@ def trace_forward(
     resize: Resize | None = None,
     masks: Masks | None = None,
     detours: Sequence[Detour] = (),
+    finds_kept: bool = False,
 ) -> Trace:
     """Run `run(model)` on fake tensors and record it.
 
     Args:
         model: in the mode (train or eval) that is to be traced; its parameters may be on meta.
-        run: calls the model, with tensors of the batch that may be real.
+        run: calls the model, with tensors of the batch that may be real. The loss of a `Trial` runs too, as
+            far as it can without numbers, unless parts are traced.
         reshape: from name and tensor to the shape that the parameter or buffer has in this trace.
         partial_result: if the forward fails, return what was recorded until then instead of raising.
         resize: from the number of a sized call, its function and arguments, to the arguments to use.
         masks: the model's dropout, whose draws are recorded.
         detours: stand in for the hooks of a plan.
+        finds_kept: whether to find which of the tensors that detours return still exist after the forward.
 
     Raises:
         PacelineError: PL460 if the forward cannot run without numbers, PL437 if it computes gradients.
@@ -230,7 +242,7 @@ def trace_forward(
     for name, fake in fakes.items():
         names.setdefault(recorder.number(fake), name)
     parameters = {recorder.number(fakes[name]) for name, _ in model.named_parameters()}
-    caller = _Caller(model, run)
+    caller = _Caller(model, run, recorder, has_loss=not partial_result)
     drawn: dict[str, int] = {}
     with ExitStack() as stack:
         if masks is not None:
@@ -242,39 +254,33 @@ def trace_forward(
         stack.enter_context(recorder)
         stack.enter_context(functions)
         try:
-            functional_call(
+            result = functional_call(
                 caller, {f"model.{name}": fake for name, fake in fakes.items()}, (), tie_weights=False
             )
         except Exception as error:
-            if partial_result:
-                return Trace(
-                    recorder.ops,
-                    recorder.calls,
-                    recorder.shapes,
-                    recorder.dtypes,
-                    names,
-                    parameters,
-                    [],
-                    functions.calls,
-                    drawn,
-                    functions.attended,
-                )
-            if isinstance(error, PacelineError):
-                raise
-            raise _forward_error(model, recorder, error) from error
-    outputs = next(call for call in recorder.calls if call.module == "").outputs
-    return Trace(
+            if not partial_result:
+                if isinstance(error, PacelineError):
+                    raise
+                raise _forward_error(model, recorder, error) from error
+            result = None
+    trace = Trace(
         recorder.ops,
         recorder.calls,
         recorder.shapes,
         recorder.dtypes,
         names,
         parameters,
-        outputs,
+        recorder.list_outputs(result),
         functions.calls,
         drawn,
         functions.attended,
+        replaced=recorder.replaced,
     )
+    if not partial_result:
+        trace.leaving = recorder.list_leaving(model, trace.outputs, is_whole=caller.is_whole)
+    elif finds_kept and recorder.replaced:
+        trace.leaving = recorder.list_held(model, dict.fromkeys(recorder.replaced, recorder.ops[-1]))
+    return trace
 
 
 def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exception) -> PacelineError:
@@ -325,13 +331,28 @@ def _listening(masks: Masks, recorder: _ForwardRecorder, drawn: dict[str, int]) 
 class _Caller(nn.Module):
     """A module whose forward calls a function of the model, as `functional_call` requires."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module], Any],
+        recorder: _ForwardRecorder,
+        *,
+        has_loss: bool,
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.run = run
+        self.model, self.run = model, run
+        self.is_whole = False
+        self._recorder, self._has_loss = recorder, has_loss
 
     def forward(self) -> Any:
-        return self.run(self.model)
+        result = self.run(self.model)
+        self._recorder.end_forward()
+        if self._has_loss and isinstance(self.run, Trial):
+            # A loss that needs numbers (.item()) cannot be followed to its end.
+            with suppress(Exception):
+                self.run.loss(result)
+                self.is_whole = True
+        return result
 
 
 class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -347,6 +368,55 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The modules whose own forward is running, each with the number of calls made per site so far.
         self._forwards: list[tuple[str, Counter[Site]]] = []
         self._is_paused = False
+        self.replaced: dict[int, int] = {}
+        self._end: int | None = None  # of the forward; the operations behind are the loss's
+
+    def end_forward(self) -> None:
+        """Mark the begin of the loss."""
+        self._end = len(self.ops)
+
+    def list_outputs(self, result: Any) -> list[int]:
+        """Return the tensors that the model returned, or that `run` did if it calls parts of it only."""
+        called = [call for call in self.calls if call.module == ""]
+        if called:
+            return called[0].outputs
+        for op in self.ops[: self._end]:
+            op.is_outside = False  # code between the parts
+        return [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    def list_leaving(self, model: nn.Module, outputs: list[int], *, is_whole: bool) -> dict[int, str]:
+        """Return the tensors of the model that code outside of it gets, other than as its result, and how.
+
+        Args:
+            model: the traced one.
+            outputs: as `list_outputs` returns.
+            is_whole: whether the loss ran to its end. If not, it might use every tensor that still exists.
+        """
+        called = [call for call in self.calls if call.module == ""]
+        found = {} if called else dict.fromkeys(outputs, "forward= returns it and does not call the model")
+        given = {number for call in called for number in call.outputs}
+        makers = {n: op for op in self.ops if not op.is_outside for n in op.outputs if n not in given}
+        for op in self.ops if is_whole else self.ops[: self._end]:
+            for number in makers.keys() & set(op.inputs if op.is_outside else ()):
+                line = "" if op.line is None else f" ({describe_place(*op.line)})"
+                where = makers[number].module or "the model"
+                found.setdefault(number, f"{op.name} outside of the model uses a tensor of {where}{line}")
+        if not is_whole:
+            held = {number: op for number, op in makers.items() if op.name != "detach"}
+            found = {**self.list_held(model, held), **found}
+        return found
+
+    def list_held(self, model: nn.Module, numbers: Mapping[int, TracedOp]) -> dict[int, str]:
+        """Return those of some tensors that something other than this recorder refers to."""
+        owners = {id(vars(module)): name for name, module in model.named_modules()}
+        found: dict[int, str] = {}
+        order = list(numbers)
+        for place, holder in list_held([self._kept[number] for number in order], {id(self._kept)}):
+            owner = owners.get(id(holder), owners.get(id(getattr(holder, "__dict__", None))))
+            where = "" if owner is None else f", by {owner or 'the model'}"
+            made = numbers[order[place]].module or "the model"
+            found.setdefault(order[place], f"a tensor of {made} is kept after the forward{where}")
+        return found
 
     def find_call(self, site: Site) -> tuple[str, CallSite]:
         """Return the module whose own forward is running, and the call in it that comes now."""
@@ -398,7 +468,9 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_hooked = not self._forwards or self._forwards[-1][0] != module
             library = getattr(func, "namespace", "aten")
             line = find_line()
-            self.ops.append(TracedOp(name, refs, ref_keywords, outputs, module, is_hooked, library, line))
+            self.ops.append(
+                TracedOp(name, refs, ref_keywords, outputs, module, is_hooked, not self._open, library, line)
+            )
         return result
 
     @contextmanager
@@ -449,6 +521,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def change(tensor: Tensor, detour: Detour = detour) -> Tensor:
                 with self.pausing():
                     changed: Tensor = detour.change(tensor)
+                self.replaced[self.number(changed)] = self.number(tensor)
                 return changed
 
             if detour.spot is not None:
@@ -481,8 +554,11 @@ class _Functions(TorchFunctionMode):
         site = find_site(func) if func in WATCHED or func in ATTENDING else None
         if site is None:
             return func(*args, **kwargs)
-        call = Written(*self._recorder.find_call(site), func, args, kwargs, len(self._recorder.ops))
-        call.taken = [self._recorder.number(x) if isinstance(x, Tensor) else None for x in args]
+        number = self._recorder.number
+        shown = tree_map_only(Tensor, lambda tensor: Ref(number(tensor)), (args, kwargs))
+        first = len(self._recorder.ops)
+        call = Written(*self._recorder.find_call(site), func, shown[0], shown[1], first)
+        call.taken = [x.number if isinstance(x, Ref) else None for x in shown[0]]
         if func in ATTENDING:
             return self._attend(call, func, args, kwargs)
         if self._resize is not None and func not in SUMMED:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import all_gather, all_reduce, refuse_graph
+from paceline.parallel.tensor.collectives import all_gather, all_reduce, refuse_graph, show
 from paceline.parallel.tensor.trace import words
 from paceline.torch_seams.tensors import find_base, is_fake
 
@@ -73,7 +74,7 @@ class CutTensor:
     def whole(self) -> Tensor:
         """Return the whole tensor, the same on all ranks; collective at the first call."""
         if self._whole is None:
-            self._whole = _Join.apply(self.part, self.split, self._axis)  # type: ignore[no-untyped-call]
+            self._whole = join_parts(self.part, self.split, self._axis)
         return self._whole
 
     @property
@@ -210,6 +211,14 @@ def _keeps_last(index: tuple[Any, ...], num_dims: int) -> bool:
         return False
     reaches_last = Ellipsis in index or len(index) >= num_dims
     return not reaches_last or index[-1] == slice(None)
+
+
+def join_parts(part: Tensor, split: Split, axis: Axis) -> Tensor:
+    """Return the whole tensor, with which all ranks then compute the same; collective."""
+    if has_torch_function_unary(part):
+        return show(join_parts, part, split, axis)
+    whole: Tensor = _Join.apply(part, split, axis)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _Join(torch.autograd.Function):

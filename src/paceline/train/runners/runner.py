@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from paceline.parallel.flops import FlopCounter
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
+from paceline.parallel.reads import ParameterReads
 from paceline.parallel.recompute import explaining_recompute
 from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
@@ -97,6 +99,7 @@ class Runner(ABC):
         self._name = name
         self._model = model
         self._masks = laid_out.masks
+        self._reads = ParameterReads(model, laid_out.placement, mesh)
         self._lent = laid_out.lent
         self._num_unsafe_logged = 0
         self._has_walked = False
@@ -217,6 +220,7 @@ class Runner(ABC):
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
         self._statistics.begin(work.share.num_owned)
+        work = replace(work, objective=self._reads.watch(work.objective))
         comm_s = self._run_rounds(work, count_flops=count_flops)
         self._warn_unsafe_draws()
         return comm_s
@@ -247,7 +251,7 @@ class Runner(ABC):
 
         self._statistics.begin()
         seed_of: Callable[[int], int] = lambda index: derive_seed(self._seed, step, phase, index)  # noqa: E731
-        results = self._forward_all(objective, share, seed_of, around)
+        results = self._forward_all(self._reads.watch(objective), share, seed_of, around)
         self._statistics.restore()
         return results
 
@@ -263,7 +267,8 @@ class Runner(ABC):
             share: this rank's microbatches.
             seed_of: from the number of a microbatch to the seed of its generators.
         """
-        return self._forward_all(objective, share, seed_of, lambda index, batch: nullcontext())
+        around = lambda index, batch: nullcontext()  # noqa: E731
+        return self._forward_all(self._reads.watch(objective), share, seed_of, around)
 
     @property
     def draws_unsafely(self) -> bool:

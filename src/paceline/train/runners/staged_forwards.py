@@ -153,7 +153,9 @@ class StagedForwards(Runner):
         self.is_trying = True
         try:
             with drawing, self._precision.autocast():
-                return self._stages.find_cut(batch, partial(objective.forward, batch))
+                return self._stages.find_cut(
+                    batch, partial(objective.forward, batch), lambda output: objective.loss(output, batch)
+                )
         finally:
             self.is_trying = False
 
