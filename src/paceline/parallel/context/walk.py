@@ -106,7 +106,7 @@ class Walk:
         for number, found in self._atoms.items():
             for _, _, atom in found:
                 self._held[atom].add(number)
-        self._produced = {number for op in trace.ops for number in op.outputs}
+        self._produced = trace.list_produced()
         self._chosen: dict[int, tuple[int, int]] = {}  # by number of a tensor: dimension, outer
         self.dims_of: dict[int, int] = {}  # by number of a stretch
         self.streams: dict[int, int] = {}  # by number of a stretch: the tensor that enters it

@@ -193,7 +193,7 @@ class _Planner:
         for number, how in trace.leaving.items():
             for _, _, atom in self.atoms[number]:
                 atom.pin(f"it leaves the model whole: {how}")
-        self._produced = {number for op in trace.ops for number in op.outputs}
+        self._produced = trace.list_produced()
         self.holders: dict[Atom, set[int]] = defaultdict(set)
         for number, found in self.atoms.items():
             for _, _, atom in found:

@@ -198,6 +198,10 @@ class Trace:
     leaving: dict[int, str] = field(default_factory=dict)
     replaced: dict[int, int] = field(default_factory=dict)
 
+    def list_produced(self) -> set[int]:
+        """Return the tensors that the model's operations made; what `forward=` cuts is still the batch."""
+        return {number for op in self.ops if not op.is_outside for number in op.outputs}
+
 
 def trace_forward(
     model: nn.Module,
