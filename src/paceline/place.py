@@ -161,7 +161,7 @@ def read_goes_on(environ: Mapping[str, str]) -> bool | None:
 
 
 def check_interfaces(environ: Mapping[str, str]) -> None:
-    """Raise PL347 if gloo is told to use a network interface that this machine does not have."""
+    """Raise PL347 if GLOO_SOCKET_IFNAME names an interface that this machine does not have."""
     wished = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     there = [name for _, name in socket.if_nameindex()]
     missing = [name for name in wished if name not in there]

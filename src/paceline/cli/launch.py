@@ -182,7 +182,7 @@ def run_kubernetes(args: argparse.Namespace) -> int:
     text = render_kubernetes(job)
     if not job.volumes:
         print_remark(
-            "without --volume, all that the pods write lies in their containers and is lost with them, "
+            "without --volume, all that the pods write stays in their containers and is lost with them, "
             "checkpoints included."
         )
     return _deliver(args, text, MARK, f"{job.name}.yaml", "kubectl", ["create", "-f"])

@@ -51,7 +51,7 @@ _BUILT = "Or pass the built model in place of its factory: rank 0's weights are 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one rank has built, as other ranks need to know it.
+    """The result of one rank's build, as other ranks need to know it.
 
     Attributes:
         tensors: digest of the parameters and buffers.
