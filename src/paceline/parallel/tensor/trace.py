@@ -246,7 +246,8 @@ def trace_forward(
     for name, fake in fakes.items():
         names.setdefault(recorder.number(fake), name)
     parameters = {recorder.number(fakes[name]) for name, _ in model.named_parameters()}
-    caller = _Caller(model, run, recorder, has_loss=not partial_result)
+    caller = _Caller(model, run, recorder)
+    caller.runs_loss = not partial_result
     drawn: dict[str, int] = {}
     with ExitStack() as stack:
         if masks is not None:
@@ -335,23 +336,16 @@ def _listening(masks: Masks, recorder: _ForwardRecorder, drawn: dict[str, int]) 
 class _Caller(nn.Module):
     """A module whose forward calls a function of the model, as `functional_call` requires."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Callable[[nn.Module], Any],
-        recorder: _ForwardRecorder,
-        *,
-        has_loss: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], recorder: _ForwardRecorder) -> None:
         super().__init__()
         self.model, self.run = model, run
         self.is_whole = False
-        self._recorder, self._has_loss = recorder, has_loss
+        self._recorder, self.runs_loss = recorder, False
 
     def forward(self) -> Any:
         result = self.run(self.model)
         self._recorder.end_forward()
-        if self._has_loss and isinstance(self.run, Trial):
+        if self.runs_loss and isinstance(self.run, Trial):
             # A loss that needs numbers (.item()) cannot be followed to its end.
             with suppress(Exception):
                 self.run.loss(result)
@@ -574,9 +568,7 @@ class _Functions(TorchFunctionMode):
                 args = change_operand(func, args, entering)
         result = func(*args, **kwargs)
         call.last = len(self._recorder.ops)
-        call.outputs = [
-            self._recorder.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-        ]
+        call.outputs = [number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         detour = self._detours.get((call.module, call.spot))
         if detour is not None:
             with self._recorder.pausing():
