@@ -29,13 +29,41 @@ class Block(nn.Module):
             nn.Linear(WIDTH, WIDTH),
         )
         self.up, self.act, self.down = nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)
-        self.width: Any = None
+        self.outer, self.product = Keep(), Product()
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).flatten(2))
-        return x + self.down(self.act(self.up(x)))
+        return self.outer(x + self.product(self.down(self.act(self.up(x)))))
+
+
+class Keep(nn.Module):
+    """Keeps what it returns, before a hook of a layout could change it."""
+
+    keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * 1.0
+        if self.keeps:
+            self.kept = out
+        return out
+
+
+class Product(nn.Module):
+    """A product that is cut along its sum, in a module that keeps the addend."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(WIDTH, 32)), nn.Parameter(torch.randn(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x @ self.first).relu() @ self.second
+        if self.keeps:
+            self.kept = out
+        return out
 
 
 class Model(nn.Module):
@@ -78,9 +106,9 @@ def keep(model: Model, logits: Tensor) -> None:
     model.logits = logits  # type: ignore[assignment]
 
 
-def hook_activations(model: Model, kept: list[Tensor]) -> None:
+def hook_activations(model: Model, kept: list[Tensor], name: str) -> None:
     for block in model.blocks:
-        block.act.register_forward_hook(lambda *given: kept.append(given[2]))  # type: ignore[union-attr]
+        getattr(block, name).register_forward_hook(lambda *given: kept.append(given[2]))
 
 
 @dataclasses.dataclass
@@ -91,7 +119,8 @@ class Case:
     wrap: Callable[[Model, Tensor], Any] = lambda model, logits: logits
     forward: Callable[[Model, Tensor], Any] = lambda model, ids: model(ids)
     loss: Callable[[Model, Any, Tensor, list[Tensor]], Tensor] = lambda model, out, ids, kept: cross(out, ids)
-    hooks: bool = False
+    hooks: str = ""
+    keeps: str = ""
 
 
 def l2(model: nn.Module) -> Tensor:
@@ -114,11 +143,24 @@ CASES = {
         loss=lambda m, o, i, k: cross(o.inner[0].logits, i),
     ),
     "attribute": Case({"pp=2": "PL484"}, wrap=keep, loss=lambda m, o, i, k: cross(m.logits, i)),
-    "hooks": Case({"cp=2": "PL630"}, loss=lambda m, o, i, k: cross(o, i) + activations(k), hooks=True),
+    "hooks": Case({"cp=2": "PL630"}, loss=lambda m, o, i, k: cross(o, i) + activations(k), hooks="act"),
     "hooks, in a loss that reads numbers": Case(
         {"cp=2": "PL630"},
         loss=lambda m, o, i, k: cross(o, i) * (1 if o.sum().item() else 2) + activations(k),
-        hooks=True,
+        hooks="act",
+    ),
+    "hook inside of the last block": Case(
+        {"cp=2": "PL630"}, loss=lambda m, o, i, k: cross(o, i) + activations(k[-1:]), hooks="outer"
+    ),
+    "attribute inside of the last block": Case(
+        {"cp=2": "PL630", "pp=2": "PL484"},
+        loss=lambda m, o, i, k: cross(o, i) + activations([m.blocks[-1].outer.kept]),  # type: ignore
+        keeps="outer",
+    ),
+    "attribute of a product": Case(
+        {"cp=2": "PL630", "pp=2": "PL484"},
+        loss=lambda m, o, i, k: cross(o, i) + activations([b.product.kept for b in m.blocks]),  # type: ignore
+        keeps="product",
     ),
     "l2 in forward": Case(
         forward=lambda m, i: (m(i), l2(m)), loss=lambda m, o, i, k: cross(o[0], i) + 0.1 * o[1]
@@ -136,8 +178,10 @@ CASES = {
 def build(case: Case) -> tuple[Model, list[Tensor]]:
     torch.manual_seed(0)
     model, kept = Model(case.wrap), list[Tensor]()
+    for block in model.blocks if case.keeps else ():
+        getattr(block, case.keeps).keeps = True
     if case.hooks:
-        hook_activations(model, kept)
+        hook_activations(model, kept, case.hooks)
     return model.double(), kept
 
 

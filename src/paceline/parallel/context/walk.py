@@ -512,7 +512,9 @@ class Walk:
         names = {number for number, name in self.trace.names.items() if name in self.plan.partial}
         for tensor, how in self.trace.leaving.items():
             is_added = tensor not in self._uses.computed and self._uses.learned.get(tensor, names) & names
-            if is_added or tensor in self.rows or tensor in self.heads:
+            # What is joined or exchanged at a module's output is still a part inside of that module.
+            is_part = any(tensor in parts for parts in (self.rows, self.heads, self.made_as_rows))
+            if is_added or is_part:
                 raise cannot_divide_error(
                     f"a tensor from inside of the blocks leaves the model: {how}",
                     fix="Compute the loss from the model's output alone; detach what is only kept. Or "

@@ -173,12 +173,7 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grad, ctx.axis), None
 
 
-class _KeepOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
+class _KeepOnce(_Copy):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None

@@ -301,6 +301,9 @@ class Flow:
 
     def _gives(self, number: int, call: ModuleCall | Written) -> bool:
         """Return whether a call returns this sum, possibly viewed, and nothing else in it uses the sum."""
+        # What a module keeps of its output, and what a hook inside of it sees, is this rank's addend.
+        if isinstance(call, ModuleCall) and not self._trace.leaving.keys().isdisjoint(call.outputs):
+            return False
         tensor = self._trace.ops[number].outputs[0]
         while tensor not in call.outputs:
             uses = self._uses[tensor]
