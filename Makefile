@@ -11,7 +11,7 @@
 # make hangs   73 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
 # make check   format, lint, types, layers
 # make bench   the speed tables, beside other libraries (in a separate environment)
-# make docs    the generated parts of docs/ and ARCHITECTURE.md
+# make docs    the generated parts of docs/
 # make clean   remove what the commands above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with

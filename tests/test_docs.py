@@ -71,21 +71,6 @@ def test_generated_pages_are_current() -> None:
     assert stale == [], "run make docs"
 
 
-def test_the_tables_of_architecture_are_current() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    assert text == load_generator().generate_architecture(text), "ARCHITECTURE.md is stale: run make docs"
-
-
-def test_tables_are_written_anew_after_a_merge_that_kept_both_sides() -> None:
-    generate = load_generator().generate_architecture
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    row = next(line for line in text.splitlines() if line.startswith("| [`world.py`]"))
-    mark = "<!-- End of files -->"
-    assert generate(text.replace(row, f"{row}\n| gone |\n{mark}\n{row}")) == text
-    assert "](src/paceline/train/trainer.py) |" in text
-    assert "| 0 | `errors` |" in text
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_work(document: Path) -> None:
     assert broken_links(document) == []
@@ -93,14 +78,12 @@ def test_links_work(document: Path) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "GLOSSARY.md"])
 def test_named_paths_exist(name: str) -> None:
-    # A docstring names files of its own folder, so the tables made of docstrings are left out.
-    text = re.sub(r"<!-- Generated.*?<!-- End of", "", prose(ROOT / name), flags=re.S)
-    missing = [path for path in paths_in(text) if not (ROOT / path).exists()]
+    missing = [path for path in paths_in(prose(ROOT / name)) if not (ROOT / path).exists()]
     assert missing == []
 
 
-def test_architecture_mentions_every_source_file() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+def test_the_page_of_files_mentions_every_source_file() -> None:
+    text = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
     assert [path for path in files if not path.endswith("__init__.py") and path not in text] == []
     folders = {path.rpartition("/")[0] for path in files}
