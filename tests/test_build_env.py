@@ -159,6 +159,18 @@ def test_an_environment_made_by_hand_is_not_deleted(project: Project) -> None:
     assert (project.venv / "mine").exists()
 
 
+def test_what_a_link_points_to_is_not_touched(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = project.folder / "theirs"
+    (theirs / "bin").mkdir(parents=True)
+    project.venv.symlink_to(theirs)
+    assert project.build() == 2
+    assert f"is a link to {theirs}" in capsys.readouterr().err
+    assert project.ran == []
+    assert [path.name for path in theirs.rglob("*")] == ["bin"]
+    project.venv.unlink()
+    assert project.build() == 0
+
+
 def test_a_moved_environment_is_built_again(project: Project) -> None:
     project.build()
     project.venv.rename(project.folder / "elsewhere")

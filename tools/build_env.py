@@ -40,6 +40,11 @@ def main(arguments):
             "Install it (Debian: apt-get install python3-venv) or name another Python: make env PYTHON=..."
         )
     del ensurepip
+    if os.path.islink(arguments[0].rstrip("/")):
+        return _refuse(
+            f"{arguments[0]} is a link to {os.path.realpath(arguments[0])}, which may serve another project; "
+            "nothing is installed there. Remove the link, and an environment is made in its place."
+        )
     folder, others = os.path.abspath(arguments[0]), [word for word in arguments[1:] if "==" in word]
     locks = [word for word in arguments[1:] if "==" not in word]
     with open(folder + ".lock", "w") as lock:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
 import pydoc
 import resource
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ import pytest
 
 import paceline
 from paceline.cli import explain
-from paceline.cli.main import main
+from paceline.cli.examples import EXAMPLES
+from paceline.cli.main import build_parser, main
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.launching.ending.endings import RankFailed
@@ -48,6 +52,36 @@ print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
     done = run("-c", code, check=True)
     assert done.stdout.startswith("usage: paceline")
     assert done.stderr.split() == []
+
+
+def list_commands(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, str]]:
+    """The words of each command with its help's end."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield f"{words} {name}".strip(), command.epilog or ""
+                yield from list_commands(command, f"{words} {name}".strip())
+
+
+def test_each_command_has_an_example_that_can_be_typed() -> None:
+    commands = dict(list_commands(build_parser()))
+    assert sorted(commands) == sorted(EXAMPLES)
+    for words, example in EXAMPLES.items():
+        assert commands[words].endswith(f"example: paceline {example}")
+        assert build_parser().parse_args(shlex.split(example)).command == words.split()[0]
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help"], ["help", "bench", "scaling"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: {' '.join(['paceline', *words[1:]])} ")
+
+
+def test_profile_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile"]) == 2
+    assert "`paceline profile SCRIPT`" in capsys.readouterr().err
 
 
 def test_help_answers_at_once() -> None:

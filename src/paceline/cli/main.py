@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import paceline
+from paceline.cli.examples import add_examples
 from paceline.cli.output import forget_output, standard_streams
 from paceline.cli.watching import as_table, print_error, with_places
 from paceline.errors import PacelineError, RecipeErrors
@@ -75,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    args = parser.parse_args(words)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return 2
@@ -145,6 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name in _COMMANDS:
         importlib.import_module(f"paceline.cli.{name}").register(subparsers)
+    add_examples(parser)
     return parser
 
 

@@ -48,8 +48,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     # argparse would put the usage before the names of the commands.
     kinds = parser.add_subparsers(
-        dest="profile_command", required=True, metavar="read | compare", title="commands", prog=parser.prog
+        dest="profile_command", metavar="read | compare", title="commands", prog=parser.prog
     )
+    parser.set_defaults(run=_say_what_to_type)
     read = kinds.add_parser("read", help="report on traces that exist", description=_READ)
     read.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help=_TRACES)
     read.add_argument(
@@ -70,6 +71,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_script(kinds)
     _add_running(kinds)
     _accept_scripts(parser, tuple(kinds.choices))
+
+
+def _say_what_to_type(args: argparse.Namespace) -> int:
+    raise PacelineError(
+        "PL600",
+        saw="nothing to profile was named.",
+        rule="It records a script that it starts, a job that runs, or reads traces that exist.",
+        fix="Type `paceline profile SCRIPT`, `paceline profile --pid PID` or `paceline profile read TRACE`.",
+    )
 
 
 def _add_script(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

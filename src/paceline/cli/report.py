@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 _MAX_WIDTH = 88
 
 
-def describe_recipe(recipe: Recipe, path: str, folder: Path, layout: Layout) -> str:
-    """Return the resolved recipe, a line per section, under the layout of this start."""
-    ranks = f"{layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''}"
-    if recipe.elastic.layouts or recipe.layout.to_layout().dp_shard is None:
-        ranks += f" ({layout})"
-    lines = [f"{path} on {ranks}, into {folder}"]
-    for section, table in recipe.model_dump(mode="json", exclude_none=True).items():
+def describe_recipe(recipe: Recipe, path: str, folder: Path, layout: Layout, *, verbose: bool) -> str:
+    """Return a line per section: the keys that differ from their defaults, or all of them."""
+    lines = [
+        f"{path} on {layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''} ({layout}), into {folder}"
+    ]
+    tables = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=not verbose)
+    for section, table in tables.items():
         keys = "  ".join(f"{key}={_short(value)}" for key, value in table.items())
-        lines.append(f"  {section:<11} {keys}")
+        if keys:
+            lines.append(f"  {section:<11} {keys}")
     return "\n".join(lines)
 
 

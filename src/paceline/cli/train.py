@@ -68,6 +68,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every key of the recipe, not only those that were set"
+    )
     add_grace_flag(parser)
     add_watching_flags(parser)
     add_profile_flags(parser)
@@ -114,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         from paceline.cli.report import describe_recipe
 
-        print(describe_recipe(recipe, args.recipe, folder, layout), flush=True)
+        print(describe_recipe(recipe, args.recipe, folder, layout, verbose=args.verbose), flush=True)
     try:
         results = launch(
             train_on_rank,
