@@ -50,6 +50,7 @@ def main():
                 trainer.save()
                 if world.is_main:
                     print(f"step {step.number}: loss {step.loss:.6f}")
+        trainer.save()
         valid_loader = trainer.loader(valid, global_batch_size=64, shuffle=False)
         result = trainer.evaluate(valid_loader, {"accuracy": accuracy})
         if world.is_main:

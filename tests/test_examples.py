@@ -1,9 +1,11 @@
-"""The examples run, on one rank and on three, and tell the same; the README shows what they hold."""
+"""The examples run, on one rank and on three, and report the same; plain DDP runs under both launchers."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from paceline.launching.local import launch
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PLAIN = ROOT / "examples" / "ddp.py"
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path != PLAIN)
 
 
 def run_example(path: Path, folder: Path, nproc: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -39,12 +42,15 @@ def test_example_reports_the_same_on_one_rank_and_on_three(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_the_readme_shows_the_example() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = {
-        line.strip() for line in (ROOT / "examples/digits.py").read_text(encoding="utf-8").splitlines()
-    }
-    diff = readme.split("```diff\n")[1].split("```")[0]
-    shown = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ")]
-    assert len(shown) > 8
-    assert not [line for line in shown if line not in example]
+def test_the_plain_example_trains_alike_under_both_launchers() -> None:
+    """The example knows nothing of Paceline, so torchrun is the truth."""
+    assert "paceline" not in PLAIN.read_text(encoding="utf-8").split('"""')[2]
+    printed = []
+    for launcher in (["-m", "paceline", "run"], ["-m", "torch.distributed.run"]):
+        command = [sys.executable, *launcher, "--nproc-per-node", "2", str(PLAIN), "--epochs", "4"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    first, *_, last = re.findall(r"loss (\d\.\d+)", printed[0])
+    assert float(last) < 0.8 * float(first)

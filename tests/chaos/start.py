@@ -20,7 +20,7 @@ SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
 WRITER_OPERATIONS, COPIED_TENSORS = 40, 80
 # A start hangs if its processes want no core for so long; a busy machine makes it slow, but not idle.
 _IDLE_S, _LIMIT_S = 100.0, 900.0
-_RESUMING = re.compile(r"resuming after\s+step (\d+) of")  # a long line is wrapped
+_RESUMING = re.compile(r"resuming after\s+step (\d+)")  # a long line is wrapped
 _BEGINNING = re.compile(r"parameters on \d+ ranks?")
 
 

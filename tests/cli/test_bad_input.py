@@ -247,7 +247,7 @@ def test_altered_and_truncated_checkpoints(trained: Path) -> None:
     done = paceline(trained, *_set("train.steps=6"))
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in done.stderr
-    assert "resuming after step 2" in done.stderr
+    assert "resuming after step 2 of " in done.stderr
 
     for path in [*(trained / "out/checkpoints").glob("step-*/optimizer.safetensors")]:
         path.write_bytes(path.read_bytes()[:100])

@@ -48,8 +48,7 @@ class ProgressPrinter:
         if layout != Layout(dp_replicate=world.world_size):
             kind += f", {layout}"
         self._console.print(
-            f"{format_count(num_parameters)} parameters on {ranks} ({kind}), "
-            + (f"resuming after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps")
+            f"{format_count(num_parameters)} parameters on {ranks} ({kind}), {num_steps} steps"
         )
         if self._console.is_terminal:
             columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn())

@@ -208,6 +208,11 @@ class Loader:
             self._position, self._first_epoch = Position(epoch), epoch
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all `epochs` were given out."""
+        return self._last_epoch is not None and self.epoch >= self._last_epoch
+
+    @property
     def position(self) -> Position:
         """The place where the next global batch starts."""
         return self._position
@@ -220,7 +225,7 @@ class Loader:
         return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
-        if self._has_begun and self._last_epoch is not None and self.epoch >= self._last_epoch:
+        if self._has_begun and self.is_complete:
             raise PacelineError(
                 "PL261",
                 saw=f"{self.name} was iterated over again, after its epochs={self.epochs}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
@@ -15,6 +16,8 @@ from paceline.train.batches import RankRows
 from paceline.train.compressing import check_num_slots
 from paceline.train.same_settings import all_ranks, check_same_settings, describe_data
 from paceline.world import World
+
+log = logging.getLogger(__name__)
 
 
 class StepTaker(Protocol):
@@ -96,6 +99,12 @@ class TrainerLoader(Loader):
 
     def __iter__(self) -> Iterator[Share]:
         self.begin_with(self._find_next_epoch())
+        if self.is_complete and not self._has_begun and self._trainer.world.is_main:
+            log.warning(
+                "the resumed run is complete: no step of its %d epochs is left. A larger epochs= continues "
+                "it, another folder starts a new run",
+                self.epochs,
+            )
         shares = super().__iter__()
         while True:
             self._trainer.leave_if_asked()

@@ -50,6 +50,8 @@ class StepRecords:
     def begin(self, folder: Path, step: int) -> None:
         """Write to `folder` from now on, after its rows up to `step`."""
         self._folder, self._first_step = folder, step
+        if step and self._world.is_main:
+            log.warning("resuming after step %d of %s", step, folder)
 
     def write_step(
         self,
