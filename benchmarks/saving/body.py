@@ -227,7 +227,7 @@ class Measurement:
             "copied_bytes": background.num_copied_bytes - before,
             "written_bytes": sizes[f"part-{self.world.rank:05d}.safetensors"],
             "memory_bytes": background.memory_bytes,
-            "writer_peak_bytes": _read_peak(background.writer_pid),
+            "writer_peak_bytes": _read_peak(background._writer and background._writer.pid),
         }
 
     def close(self) -> None:

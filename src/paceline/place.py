@@ -27,7 +27,6 @@ _KUBERNETES = "KUBERNETES_SERVICE_HOST"
 _GRACE = "PACELINE_GRACE_S"
 GIVEN_PORT = "PACELINE_MASTER_PORT"
 """The variable of the port at which the launcher serves the store; a script may set another MASTER_PORT."""
-_GOES_ON = "PACELINE_GOES_ON"
 
 
 @dataclass(frozen=True)
@@ -139,25 +138,6 @@ def read_grace_s(environ: Mapping[str, str]) -> float | None:
     with suppress(KeyError, ValueError):
         return float(environ[_GRACE])
     return None
-
-
-def note_goes_on(environ: MutableMapping[str, str], leaves: str | os.PathLike[str]) -> None:
-    """Set the variable by which ranks know that their launcher starts them again when the nodes change.
-
-    Args:
-        environ: of the ranks.
-        leaves: a file that the launcher makes once it was asked to stop itself.
-    """
-    environ[_GOES_ON] = os.fspath(leaves)
-
-
-def read_goes_on(environ: Mapping[str, str]) -> bool | None:
-    """Return whether this node's launcher starts its ranks again after a stop signal.
-
-    It is False once the launcher was asked to stop, and `None` if it does not start ranks again at all.
-    """
-    path = environ.get(_GOES_ON)
-    return None if not path else not os.path.exists(path)
 
 
 def check_interfaces(environ: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded
 from paceline.checkpoint.content import full
+from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.load import OnSkip, find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
-from paceline.checkpoint.tensors import read_infos, read_tensor
+from paceline.checkpoint.tensors import plan_tensors, read_infos, read_tensor
 
 RECIPE = "[train]\nsteps = 100  # schön\n"
 IDENTITY = {"torch": "2.13.0", "threads_per_rank": 1}
@@ -65,6 +67,13 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     infos = read_infos(path)
     stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
     return {name: stored[info.alias_of or name] for name, info in infos.items()}
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a safetensors file as a save does."""
+    return plan_tensors(path.name, tensors, metadata=metadata).write(path.parent)
 
 
 def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:

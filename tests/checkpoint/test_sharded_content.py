@@ -34,9 +34,8 @@ from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.summary import summarize
-from paceline.checkpoint.tensors import write_tensors
 from paceline.errors import PacelineError
-from tests.checkpoint.states import RECIPE, assert_same, make_state
+from tests.checkpoint.states import RECIPE, assert_same, make_state, write_tensors
 from tests.checkpoint.states import save as save_whole
 
 WEIGHT, BIAS = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from paceline.checkpoint.tensors import DTYPE_NAMES, write_tensors
+from paceline.checkpoint.tensors import DTYPE_NAMES
 from paceline.checkpoint.tree import MalformedTreeError, decode, encode, list_references
 from paceline.errors import PacelineError
-from tests.checkpoint.states import assert_same, read_tensors
+from tests.checkpoint.states import assert_same, read_tensors, write_tensors
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 

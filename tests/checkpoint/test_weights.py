@@ -25,9 +25,9 @@ from paceline.checkpoint import (
     open_usable,
 )
 from paceline.checkpoint.content import full, protocol
-from paceline.checkpoint.tensors import UnreadableTensorsError, read_infos, write_tensors
+from paceline.checkpoint.tensors import UnreadableTensorsError, read_infos
 from paceline.errors import PacelineError
-from tests.checkpoint.states import assert_same, make_model, read_tensors, save
+from tests.checkpoint.states import assert_same, make_model, read_tensors, save, write_tensors
 
 
 @pytest.fixture

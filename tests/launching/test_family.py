@@ -237,29 +237,3 @@ def test_other_groups_are_left_alone(group: Group) -> None:
     assert other.poll() is None
     other.kill()
     other.wait()
-
-
-def test_who_holds_memory_outlives_its_rank_but_not_the_job(tmp_path: Path) -> None:
-    body = """
-words = [sys.executable, "-c", "import time; time.sleep(50)", "paceline.checkpoint.memory.keeper"]
-child = subprocess.Popen(words)
-print(child.pid, flush=True)
-time.sleep(50)
-"""
-    path = tmp_path / "parent.py"
-    path.write_text(f"import subprocess, sys, time\n{body}")
-    parent = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout:
-        keeper = psutil.Process(int(parent.stdout.readline()))
-    try:
-        while not keeper.cmdline():  # it is empty for a moment while a program starts
-            time.sleep(0.01)
-        end_family(parent.pid)
-        assert parent.wait(10) == -signal.SIGKILL
-        assert keeper.is_running()
-        assert keeper.status() != psutil.STATUS_ZOMBIE
-    finally:
-        parent.kill()
-        with suppress(psutil.NoSuchProcess):
-            keeper.kill()

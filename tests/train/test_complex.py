@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.checkpoint.export import export_model
-from paceline.checkpoint.tensors import read_infos, read_tensor, write_tensors
+from paceline.checkpoint.tensors import read_infos, read_tensor
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
 from paceline.verifying.check import build_default_optimizer, resolve_layout, verify_subject
 from paceline.verifying.subject import UserSubject
 from paceline.world import World
+from tests.checkpoint.states import write_tensors
 from tests.dist.pool import Pool, RankError
 from tests.verifying.runs import PoolRunner
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -45,9 +44,7 @@ class Cluster:
     def run_folder(self, number: int) -> Path:
         return self.folder / f"disk-{number}" / "run"
 
-    def start(
-        self, number: int, disk: int, words: Sequence[str], every: int = 10, memory_every: int = 0
-    ) -> Launched:
+    def start(self, number: int, disk: int, words: Sequence[str]) -> Launched:
         """Start a node's launcher; the node ends with it, as in a power cut."""
         self.num_starts += 1
         mount = f'mount --bind {self.folder}/disk-{disk} {self.folder}/mount; exec "$@"'
@@ -59,8 +56,7 @@ class Cluster:
         settings = {
             "train.steps": STEPS,
             "train.timeout_s": 20,
-            "checkpoint.every": every,
-            "checkpoint.memory_every": memory_every,
+            "checkpoint.every": 10,
             "checkpoint.mode": f'"{self.mode}"',
         }
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -71,14 +67,6 @@ class Cluster:
     def wait_for(self, step: int, disk: int, jobs: Sequence[Launched]) -> None:
         deadline = time.monotonic() + _LIMIT_S
         while not (self.run_folder(disk) / "checkpoints" / f"step-{step:08d}").exists():
-            assert time.monotonic() < deadline, "\n".join(job.text for job in jobs)
-            time.sleep(0.05)
-
-    def wait_for_row(self, step: int, disk: int, jobs: Sequence[Launched]) -> None:
-        """Wait until the metrics have a step; each state in memory writes them."""
-        deadline = time.monotonic() + _LIMIT_S
-        path = self.run_folder(disk) / "metrics.jsonl"
-        while not path.exists() or len(path.read_text().splitlines()) < step:
             assert time.monotonic() < deadline, "\n".join(job.text for job in jobs)
             time.sleep(0.05)
 
@@ -172,56 +160,16 @@ def test_nodes_come_back_changed(cluster: Cluster, undisturbed: str, what: str) 
     cluster.check_result([cluster.run_folder(number) for number in range(3)], undisturbed)
 
 
-_GOES_ON = r"All ranks ended after step (\d+) was copied, with copies of what rank (\d) held"
-
-
-@pytest.mark.parametrize(
-    ("lost", "every", "mode"), [(0, 1000, "full"), (1, 1000, "sharded"), (2, 10, "sharded")]
-)
-def test_a_node_is_lost_and_the_next_one_has_its_state_in_memory(
-    cluster: Cluster, undisturbed: str, lost: int, every: int
-) -> None:
-    stay = [number for number in range(3) if number != lost]
-    words = elastic(host=stay[-1])
-    with ExitStack() as held:
-        jobs = [held.enter_context(cluster.start(n, n, words, every=every, memory_every=1)) for n in range(3)]
-        ranks = {number: jobs[number] for number in stay}
-        main = wait_for_main(cluster, jobs)
-        cluster.wait_for_row(25, main, jobs)
-        jobs[lost].process.kill()
-        shutil.rmtree(cluster.folder / f"disk-{lost}")
-        codes = [job.wait(_LIMIT_S) for job in ranks.values()]
-        text = "\n".join(job.text for job in ranks.values())
-        assert codes == [0, 0], text
-        assert (found := re.search(_GOES_ON, text)), text
-        assert int(found[1]) >= 23
-    cluster.check_result([cluster.run_folder(number) for number in stay], undisturbed)
-
-
 @pytest.mark.parametrize("mode", ["sharded"])
 def test_a_node_is_started_again_with_an_empty_disk(cluster: Cluster, undisturbed: str) -> None:
     words = elastic(host=2, nnodes="3")
     with ExitStack() as held:
-        jobs = [held.enter_context(cluster.start(n, n, words, every=1000, memory_every=1)) for n in range(3)]
-        cluster.wait_for_row(25, wait_for_main(cluster, jobs), jobs)
+        jobs = [held.enter_context(cluster.start(n, n, words)) for n in range(3)]
+        cluster.wait_for(20, 2, jobs)
         jobs[1].process.kill()
         shutil.rmtree(cluster.folder / "disk-1")
         (cluster.folder / "disk-1").mkdir()
-        jobs[1] = held.enter_context(cluster.start(1, 1, words, every=1000, memory_every=1))
+        jobs[1] = held.enter_context(cluster.start(1, 1, words))
         codes = [job.wait(_LIMIT_S) for job in jobs]
-        text = "\n".join(job.text for job in jobs)
-        assert codes == [0, 0, 0], text
-        assert (found := re.search(_GOES_ON, text)), text
-        assert int(found[1]) >= 23
+        assert codes == [0, 0, 0], "\n".join(job.text for job in jobs)
     cluster.check_result([cluster.run_folder(number) for number in range(3)], undisturbed)
-
-
-def wait_for_main(cluster: Cluster, jobs: Sequence[Launched]) -> int:
-    """Return the node of rank 0, which alone has metrics before the first save."""
-    deadline = time.monotonic() + _LIMIT_S
-    while True:
-        for number in range(3):
-            if (cluster.run_folder(number) / "metrics.jsonl").exists():
-                return number
-        assert time.monotonic() < deadline, "\n".join(job.text for job in jobs)
-        time.sleep(0.05)

@@ -415,8 +415,8 @@ def lose_writers(world: Any, folder: str) -> list[str]:
         assert background is not None
         handle = trainer.save()
         if number == 2 and world.rank == 1:
-            assert background.writer_pid is not None
-            os.kill(background.writer_pid, signal.SIGKILL)
+            assert background._writer is not None
+            os.kill(background._writer.pid, signal.SIGKILL)
         with contextlib.suppress(PacelineError):
             handle.wait()
         assert handle.outcome is not None
@@ -452,8 +452,8 @@ def stop_writers(world: Any, folder: str, is_asked: bool) -> tuple[list[str], fl
             if number == 2:
                 handles[0].wait()
                 if world.rank == 1:
-                    assert background.writer_pid is not None
-                    os.kill(background.writer_pid, signal.SIGSTOP)
+                    assert background._writer is not None
+                    os.kill(background._writer.pid, signal.SIGSTOP)
             if number == 3 and is_asked:
                 trainer._requests.signum = signal.SIGTERM
             begin_s = time.monotonic()

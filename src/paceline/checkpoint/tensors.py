@@ -182,13 +182,6 @@ def plan_json(name: str, structure: Any) -> FilePlan:
     return FilePlan(name, ((json.dumps(structure, allow_nan=False) + "\n").encode(),))
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
-) -> FileRecord:
-    """Write a new safetensors file, durable on return; the arguments are those of `plan_tensors`."""
-    return plan_tensors(path.name, tensors, metadata=metadata).write(path.parent)
-
-
 def stream_tensors(
     path: Path,
     infos: Mapping[str, TensorInfo],

@@ -282,7 +282,6 @@ def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
 def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> None:
     flags = job.flags
     outcome: list[BaseException] = []
-    job.rounds.leaves = job.folder / "leaves"
     job.rounds.on_restart = partial(log_restart, job, ranks)
     job.rounds.may_be_consequence = partial(may_be_consequence, job, ranks)
 

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from paceline.errors import PacelineError
+from paceline.recipe.removed import REMOVED
 from paceline.recipe.schema import Recipe, Section
 
 Location = tuple[int | str, ...]
@@ -110,7 +111,7 @@ def _in_order(found: dict[str, tuple[tuple[int, ...], PacelineError]]) -> list[P
 
 
 def _meant(detail: ErrorDetails) -> list[str]:
-    if detail["type"] != "extra_forbidden":
+    if detail["type"] != "extra_forbidden" or _key(detail["loc"]) in REMOVED:
         return []
     section = _key(detail["loc"]).rpartition(".")[0]
     return [f"{section}.{name}" if section else name for name in _near(detail["loc"])]
@@ -219,6 +220,9 @@ def _explain_kind(key: str, context: dict[str, Any]) -> PacelineError:
 
 
 def _explain_unknown(key: str, location: Location) -> PacelineError:
+    if key in REMOVED:
+        rule, fix = REMOVED[key]
+        return PacelineError("PL100", saw=f"{key} was removed.", rule=rule, fix=fix)
     near = _near(location)
     place = f"[{_without_kind(location)[0]}]" if len(location) > 1 else "A recipe"
     return PacelineError(

@@ -487,13 +487,6 @@ class CheckpointSection(Section):
     """Write checkpoints while training continues. During the next forward and backward, each rank copies its
     share into memory, from which a separate process writes it. A complete copy is committed even if all ranks
     are killed. If nodes have disks of their own, training waits for each save."""
-    memory_every: NonNegativeInt | Literal["auto"] = "auto"
-    """Steps between two states that stay in memory, in a process beside each rank, and in one on another node
-    if there are several; 0: none. If a launcher starts ranks again, the run continues from there, also after
-    a node is lost. Takes memory for two copies of what a rank writes in mode `"sharded"`, as much again on
-    several nodes; too little is refused. `"auto"`: as often as it costs less than 1% of the step time,
-    from the second minute on, if the launcher may start ranks again and a quarter of the free memory
-    suffices."""
     max_failed: PositiveInt = 3
     """Number of failed saves in a row that ends the run (PL508). Fewer are reported, and training continues.
     The save at the end of a run, or when it is stopped, must succeed."""

@@ -89,29 +89,6 @@ class SharedRows:
                 self._send(name, self._world.broadcast_object(record), having)
             self._shared[name] = end
 
-    def read_new(self) -> dict[str, tuple[int, str]]:
-        """Return rank 0's rows that not all disks have yet: by name, where they begin, and the rows."""
-        return {name: (begin, self._read(name, begin).decode()) for name, begin in self._shared.items()}
-
-    def put(self, tails: Mapping[str, tuple[int, str]]) -> None:
-        """Write the result of an earlier `read_new` to all disks that have the rows before; collective.
-
-        Raises:
-            PacelineError: PL523 where a disk cannot be written to.
-        """
-        with caught() as found:
-            for name, (begin, tail) in tails.items() if self._disks.leads else ():
-                path = self._folder / name
-                if (path.stat().st_size if path.exists() else 0) < begin:
-                    continue  # `resume` brings it from another disk
-                try:
-                    with path.open("r+b" if path.exists() else "w+b") as stream:
-                        stream.truncate(begin)
-                except OSError as error:
-                    raise unwritable_error(path, error) from error
-                self._append(name, begin, tail.encode())
-        raise_any(gather(self._world, found.error and name_rank(self._world, found.error)))
-
     def _keep_until(self, name: str, step: int) -> tuple[int, FileRecord]:
         """Drop the rows after a step; return the number of those that stay, and the file's hash."""
         path = self._folder / name

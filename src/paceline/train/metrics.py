@@ -190,7 +190,6 @@ def describe_step(
         "memory_bytes": memory_bytes,
         "save_stall_s": save_times.stall_s,
         "save_s": save_times.save_s,
-        "memory_every": save_times.memory_every,
         "skipped": step.skipped,
         "layout": layout,
     }

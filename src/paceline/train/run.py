@@ -21,7 +21,6 @@ from paceline.recipe.layout import MEASURED
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
-from paceline.train.memory_states import MemoryStates
 from paceline.train.metrics import read_rows
 from paceline.train.run_folder import claim_run_folder
 from paceline.train.state.disks import find_disks, name_rank, raise_any
@@ -239,8 +238,6 @@ class _RecipeRun:
             self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
         self._first_step = self._trainer.resume(folder, accept=list_settings(accept))
         self._num_parameters = self._trainer.count_parameters()
-        every = recipe.checkpoint.memory_every
-        self._memory_states = MemoryStates(world, every, self._trainer.save_to_memory)
         self._valid: dict[str, float] | None = None
         self._steps: list[Step] = []
 
@@ -315,8 +312,6 @@ class _RecipeRun:
             self._evaluate()
         if is_end or _is_due(step.number, self._recipe.checkpoint.every):
             self._trainer.save(wait=is_end)
-        else:
-            self._memory_states.after(step.number)
 
     def _complete_evaluation(self) -> None:
         """Read the last evaluation of the starts before this one, or make it if it was interrupted."""

@@ -83,7 +83,8 @@ def claim_run_folder(
 
 def _check_recipe(folder: Path, recipe: Recipe, accept: Sequence[str]) -> None:
     if (folder / RECIPE).exists():
-        check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder), accept=accept)
+        old = load_recipe(folder / RECIPE, of_run=True)
+        check_resumable(old, recipe, where=str(folder), accept=accept)
     else:
         check_accepted(accept, recipe)
 

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from paceline.checkpoint.names import step_name
 from paceline.checkpoint.writing.joint import STILL_S, Order, Outcome
 from paceline.errors import PacelineError
 from paceline.train.state.background import Background
-from paceline.train.state.memory_saves import MemorySaves
 from paceline.train.state.transfer import gather
 from paceline.train.state.write import (
     RunState,
@@ -127,7 +126,6 @@ class Saving:
     Attributes:
         mode: the content of checkpoints.
         background: of this rank, if saves are asynchronous.
-        memory: states that stay in memory.
 
     Args:
         world: the ranks.
@@ -150,7 +148,6 @@ class Saving:
         self._stall_s: float | None = None
         self._save_s: float | None = None
         self._is_reserved = False
-        self.memory = MemorySaves(world)
 
     def hurry_if(self, is_asked: Callable[[], bool]) -> None:
         """Give up a writer that stands still at once where this rank is asked to stop."""
@@ -161,7 +158,6 @@ class Saving:
         """Get ready for saves into a run's folder."""
         if self._pending is not None:
             self.finish(self._pending)
-        self.memory.close()
         if self.background is not None and (self.mode == SHARDED or self._world.is_main):
             self.background.start()
         self._is_reserved = False
@@ -217,11 +213,6 @@ class Saving:
 
     def before_write(self) -> None:
         """Wait until weights, optimizer state and buffers may be written to."""
-        if self.memory.is_copying:
-            begin_s = time.perf_counter()
-            self.memory.before_write()
-            self.memory.interval.add_stall(time.perf_counter() - begin_s)
-            self._add_stall(begin_s)
         if self._pending is not None and self._is_writing:
             assert self.background is not None
             begin_s = time.perf_counter()
@@ -235,7 +226,6 @@ class Saving:
             list_state: returns this rank's part of the state.
         """
         self.before_write()
-        self.memory.end_step()
         if self.background is None:
             return
         if self._pending is not None:
@@ -247,27 +237,9 @@ class Saving:
             with caught():  # the save itself reports what cannot be stored
                 self.background.reserve_soon(self._measure(list_state()))
 
-    def save_to_memory(
-        self,
-        folder: Path,
-        step: int,
-        state: RunState,
-        identity: dict[str, Any],
-        rows: dict[str, tuple[int, str]],
-        max_memory: float,
-        leaving: Collection[int] = (),
-    ) -> None:
-        """Keep a state in memory; see `MemorySaves.save`."""
-        begin_s = time.perf_counter()
-        try:
-            self.memory.save(folder, step, state, identity, rows, max_memory, leaving)
-        finally:
-            self.memory.interval.add_stall(time.perf_counter() - begin_s)
-            self._add_stall(begin_s)
-
     def take_times(self) -> SaveTimes:
         """Return what saves have cost since last asked."""
-        found = SaveTimes(self._stall_s, self._save_s, self.memory.interval.steps)
+        found = SaveTimes(self._stall_s, self._save_s)
         self._stall_s = self._save_s = None
         return found
 
@@ -275,7 +247,7 @@ class Saving:
         """Wait for the writer to finish; only `start` may be called afterwards."""
         handle = self._pending
         if handle is not None and self._is_writing:
-            self._receive(0.0 if self.memory.outlives else _CLOSING_S)
+            self._receive(_CLOSING_S)
             handle.outcome = self._outcome
             if self._outcome is not None and self._outcome.error is None:
                 handle.on_commit(handle.step)
@@ -283,7 +255,6 @@ class Saving:
                 self._tell(handle, self._outcome.error, self._num_failed + 1)
         if self.background is not None:
             self.background.close()
-        self.memory.close()
         self._pending, self._outcome, self._is_writing = None, None, False
 
     def _begin(

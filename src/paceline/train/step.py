@@ -9,17 +9,15 @@ from paceline.train.update import Updated
 
 
 class SaveTimes(NamedTuple):
-    """The times of saves since the step before, and the interval between states in memory.
+    """The times of saves since the step before.
 
     Attributes:
         stall_s: seconds that saves have stalled training; `None` if there was none.
         save_s: seconds from the begin to the commit of the last save that has ended.
-        memory_every: steps between states in memory, if these follow from their cost.
     """
 
     stall_s: float | None = None
     save_s: float | None = None
-    memory_every: int | None = None
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,6 @@ class StopRequests:
         self._since_s = 0.0
         self._previous: dict[int, Any] = {}
 
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds since the signal; `None` if this process got none."""
-        return time.monotonic() - self._since_s if self.signum else None
-
     def install(self) -> None:
         """Handle the signals unless the user's code does; only possible in the main thread."""
         if self._previous or threading.current_thread() is not threading.main_thread():

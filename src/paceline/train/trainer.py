@@ -381,24 +381,6 @@ class Trainer(TrainedModels):
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
-    def save_to_memory(self, max_cost: float | None = None, max_memory: float = 1.0) -> bool:
-        """Keep this step's state in memory, for ranks that the launcher starts again; collective.
-
-        Processes here and on another node hold the last two; `resume` goes on from the newest whole state.
-
-        Args:
-            max_cost: return `False` unless states cost less than this share of the step time, as measured.
-            max_memory: share of each node's free memory that states may take.
-
-        Raises:
-            PacelineError: PL561 where no memory can be kept, PL562 if there is too little; as `save`.
-        """
-        self._refuse_saving()
-        if is_due := self._saver.saving.memory.interval.is_due(self.step_number, max_cost):
-            self._records.flush()
-            self._saver.save_to_memory(self._describe_progress(), max_memory)
-        return is_due
-
     def step(self, batch: Share | Any) -> Step:
         """Run one optimizer step on a global batch; collective.
 
@@ -540,7 +522,7 @@ class Trainer(TrainedModels):
         if self.run_folder is not None:
             self._refuse_saving()
             self._records.flush()
-            saved = self._saver.save_last(self._describe_progress(), self._requests)
+            saved = str(self._saver.save(self._describe_progress(), wait=True, is_last=True))
         signum, self._stop_signum = self._stop_signum, 0
         raise Stopped(signum, self.step_number, saved)
 

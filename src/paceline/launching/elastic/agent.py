@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import os
 import signal
 import threading
 import time
@@ -43,7 +42,6 @@ from paceline.exit_codes import STOPPED
 from paceline.launching.elastic.members import MembersRendezvous
 from paceline.launching.elastic.rendezvous import Meeting, build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
-from paceline.place import note_goes_on
 from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
 
 _LEAVES = "paceline/leaves/"
@@ -85,8 +83,6 @@ def run_agent(
     )
     if isinstance(handler, MembersRendezvous) and handler.is_elastic:
         log.info("%s", meeting.waits)
-        if rounds.leaves is not None:
-            note_goes_on(os.environ, rounds.leaves)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
         "role": config.role,

@@ -21,8 +21,6 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 # Begins the words of a rank's writer (`checkpoint/writing/writer_process.py`).
 _WRITER = "paceline.checkpoint.writing.writer"
-# Begins the words of a memory keeper (`checkpoint/memory/keeper.py`), which its rank's next start needs.
-_MEMORY_KEEPER = "paceline.checkpoint.memory.keeper"
 # How long to wait for writers; after that they finish by themselves.
 _WRITING_S = 60.0
 # These reach a tracker without ending it.
@@ -54,10 +52,10 @@ def send_to_group(group: int, number: int) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kill a process with its descendants, except those that clear up or hold memory for its next start."""
+    """Kill a process with its descendants, except those that clear up."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        _kill([*(p for p in process.children(recursive=True) if not _holds_memory(p)), process])
+        _kill([*process.children(recursive=True), process])
 
 
 def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> int:
@@ -124,10 +122,6 @@ def _is_alive(process: psutil.Process) -> bool:
 def _clears_up(process: psutil.Process) -> bool:
     words = _read_words(process)
     return _WRITER in words or any(name in " ".join(words) for name in _CLEARERS)
-
-
-def _holds_memory(process: psutil.Process) -> bool:
-    return _MEMORY_KEEPER in _read_words(process)
 
 
 def _is_writer(process: psutil.Process) -> bool:

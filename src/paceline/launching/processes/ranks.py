@@ -342,7 +342,6 @@ class Attempts:
 
     Attributes:
         asked: the signal that ends the job, once there is one.
-        leaves: a file that exists from that signal on, for the ranks to see.
         number: how often ranks were started, less one.
         on_start: called before ranks start, with this node's number, the number of nodes, host and port of
             the store where the ranks meet, and `number`.
@@ -353,7 +352,6 @@ class Attempts:
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self.leaves: Path | None = None
         self.number = -1
         self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
         self.on_restart: Callable[[int, str | None], None] = lambda remaining, news: None
@@ -362,9 +360,6 @@ class Attempts:
     def ask(self, number: int) -> None:
         """Note the signal that ends the job."""
         self.asked = number
-        if self.leaves is not None:
-            with suppress(OSError):
-                self.leaves.touch()
 
     def begin(self) -> None:
         """Begin a round: the agent is about to start ranks."""

@@ -42,7 +42,7 @@ from paceline.train.state.exchange import exchange
 from paceline.train.state.same_model import check_one_run
 from paceline.train.state.transfer import gather
 from paceline.train.state.verified import share_out
-from paceline.train.state.write import RunState, WriteShare, agree_on_share, caught, gather_full
+from paceline.train.state.write import RunState, agree_on_share, caught, gather_full
 from paceline.units import format_bytes
 from paceline.world import World
 
@@ -131,37 +131,6 @@ def write_apart(
         plans, num_bytes = share.list_files(), share.num_bytes
     elif (whole := gather_full(world, state)) is not None:
         plans, num_bytes = whole.list_files(), whole.num_bytes
-    return commit_apart(
-        world,
-        folder,
-        step,
-        identity,
-        SHARDED if mode == SHARDED else FULL,
-        num_bytes,
-        lambda temporary: write_files(plans, temporary),
-        disks=disks,
-        copies=copies,
-        carry=carry,
-    )
-
-
-def commit_apart(
-    world: World,
-    folder: CheckpointFolder,
-    step: int,
-    identity: dict[str, Any],
-    content: str,
-    num_bytes: int,
-    write: WriteShare,
-    *,
-    disks: Disks,
-    copies: int,
-    carry: Callable[[], None],
-) -> Path:
-    """Commit a checkpoint whose files all ranks write, each to the disk that it sees; collective.
-
-    Args, errors and result are those of `write_apart` and `commit_shares`.
-    """
     with contextlib.ExitStack() as held:
         save: Save | None = None
         with caught() as found:
@@ -174,7 +143,7 @@ def commit_apart(
 
         records: dict[str, FileRecord] = {}
         with caught() as found, folder.explained(step, num_bytes):
-            records = write(temporary)
+            records = write_files(plans, temporary)
         gathered = gather(world, (found.error and name_rank(world, found.error), records))
         raise_any(error for error, _ in gathered)
         listed = {name: one for _, written in gathered for name, one in written.items()}
@@ -191,7 +160,7 @@ def commit_apart(
             raise_any([_not_copied_error("PL508", disks, step, failed)])
         carry()
         names = {name: [disks.disks[disk].name for disk in held_by] for name, held_by in places.items()}
-        manifest = Manifest(step, listed, begun[0][2], content, names)
+        manifest = Manifest(step, listed, begun[0][2], SHARDED if mode == SHARDED else FULL, names)
         for act in (
             lambda: folder.seal(temporary, manifest),
             lambda: folder.publish(step, temporary, manifest),
@@ -202,25 +171,6 @@ def commit_apart(
                     act()
             raise_any(gather(world, found.error and name_rank(world, found.error)))
     return folder.path / step_name(step)
-
-
-def has_whole(world: World, disks: Disks, folder: CheckpointFolder, step: int) -> bool:
-    """Return whether the disks together have a whole checkpoint of a step or of a later one; collective.
-
-    Raises:
-        PacelineError: PL504 for a newer format.
-    """
-    own: list[Found] = []
-    with caught() as found:
-        if disks.leads:
-            own, _ = _look(folder)
-    raise_any(gather(world, found.error and name_rank(world, found.error)))
-    for candidate, holders in list_candidates(_gather_found(world, disks, own)):
-        if candidate.manifest.step < step:
-            break
-        if all(holders.values()) and all(_check_hashes(world, disks, folder, candidate, holders)[0].values()):
-            return True
-    return False
 
 
 def find_apart(

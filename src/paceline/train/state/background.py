@@ -48,11 +48,6 @@ class Background:
         self._begin_s = self._copy_s = 0.0
 
     @property
-    def writer_pid(self) -> int | None:
-        """The writer's process, once there is one."""
-        return None if self._writer is None else self._writer.pid
-
-    @property
     def memory_bytes(self) -> int:
         """Size of the memory."""
         return 0 if self._memory is None else self._memory.num_bytes

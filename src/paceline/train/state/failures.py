@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.checkpoint import CheckpointFolder, files
-from paceline.checkpoint.memory.held_states import put_aside
 from paceline.checkpoint.names import FAILED, step_name
 from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.train.state.disks import Disks
@@ -95,7 +94,7 @@ class Failures:
             self._put_back(last.step, others)
         elif history.count(last) >= _MAX_LOADS and having and min(set.intersection(*having)) < last.source:
             if self._disks.leads:
-                put_aside(self._checkpoints, last.source)
+                self._put_aside(last.source)
             self._tell(
                 "%d starts went on from the checkpoint of step %d and failed at step %d. It is not used "
                 "again, and is now %s; the run goes on from the one before. [PL556]",
@@ -120,6 +119,15 @@ class Failures:
             with suppress(OSError):
                 path = self._checkpoints.path / f"{_NOTE}{self._world.rank:05d}"
                 path.write_text(json.dumps([step, self._source]) + "\n", encoding="utf-8")
+
+    def _put_aside(self, step: int) -> None:
+        """Rename a checkpoint so that no start goes on from it."""
+        with suppress(OSError):
+            path = self._checkpoints.path / step_name(step)
+            aside = path.with_name(f"{FAILED}{path.name}")
+            if aside.exists():
+                files.remove(aside)
+            files.rename(path, aside)
 
     def _put_back(self, step: int, sources: set[int]) -> None:
         """Rename checkpoints back, because the run fails at a step whichever it goes on from."""

@@ -1,4 +1,4 @@
-"""Warns if a save takes longer than ranks have for it after a stop signal; see `departure.py` for that stop.
+"""Warns if a save takes longer than ranks have for it after a stop signal.
 
 The time of a save is measured. After a resume, it is the last one in the run's metrics, else that of the
 first save. The time that ranks have comes from their launcher (`place.read_grace_s`).
@@ -28,14 +28,10 @@ class Grace:
 
     Args:
         is_main: whether this rank reports it.
-
-    Attributes:
-        save_s: of the last save, if known here.
     """
 
     def __init__(self, *, is_main: bool) -> None:
         self._grace_s = read_grace_s(os.environ) if is_main else None
-        self.save_s: float | None = None
 
     def read(self, folder: Path) -> None:
         """Check the last save in a run's metrics."""
@@ -44,7 +40,6 @@ class Grace:
 
     def check(self, save_s: float | None, which: str = "A save") -> None:
         """Warn, once, if a save took longer than the grace."""
-        self.save_s = self.save_s if save_s is None else save_s
         if self._grace_s is None or save_s is None or save_s <= self._grace_s:
             return
         log.warning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,13 +52,10 @@ from paceline.train.state.apart import (
     warn_of_single_copies,
     write_apart,
 )
-from paceline.train.state.departure import Departure, plan_departure
 from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.failures import Failures
 from paceline.train.state.grace import Grace
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
-from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
-from paceline.train.state.memory_saves import IMPOSSIBLE
 from paceline.train.state.parts import KnownPlans, Names, Parts, model_tensors
 from paceline.train.state.residuals import (
     NeededResiduals,
@@ -72,7 +69,6 @@ from paceline.train.state.transfer import load_on_main, run_on_main
 from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import RunState
 from paceline.train.step import SaveTimes
-from paceline.train.stopping import StopRequests
 from paceline.train.update import Update
 from paceline.world import World
 
@@ -160,31 +156,6 @@ class Saver:
             last.wait()
         return last
 
-    def save_last(self, counters: dict[str, Any], requests: StopRequests) -> str:
-        """Save before the ranks leave after a stop signal, and return what holds the state; collective.
-
-        Args:
-            counters: of the trainer.
-            requests: the signals of this rank.
-        """
-        last, step = self._last, counters["step"]
-        is_there = last is not None and last.step == step and not last.failed
-        plan = plan_departure(self._world, requests, self._grace.save_s)
-        if plan.is_short and not is_there:
-            why_not = plan.why_not or self._leave_in_memory(counters, plan)
-            if not why_not and plan_departure(self._world, requests, None).leaving != plan.leaving:
-                why_not = "meanwhile another node was asked to leave"
-            if not why_not:
-                if self._world.is_main:
-                    log.warning("%s. Step %d is in memory instead, on nodes that stay. [PL565]", plan, step)
-                return f"step {step} in memory, on nodes that stay"
-            if self._world.is_main:
-                log.warning(
-                    "%s. The disk is tried anyway, because the state cannot stay in memory: %s. [PL566]",
-                    *(plan, why_not),
-                )
-        return str(self.save(counters, wait=True, is_last=True))
-
     def _check_tracked(self, *, is_last: bool = False) -> None:
         """Raise PL395 if tracked objects differ between ranks; only log it for a last save; collective."""
         if self._world.world_size == 1 or self.tracked.is_empty:
@@ -194,30 +165,6 @@ class Saver:
             if not is_last:
                 raise error
             log.warning("%s", error)
-
-    def _leave_in_memory(self, counters: dict[str, Any], plan: Departure) -> str:
-        """Keep this step in memory, with copies on nodes that stay; return why not, or ""."""
-        try:
-            self.save_to_memory(counters, 1.0, plan.leaving)
-        except PacelineError as error:
-            if error.code not in IMPOSSIBLE:
-                raise
-            return error.saw.rstrip(".")
-        return self.saving.memory.hold(max(0.0, plan.rest_s))
-
-    def save_to_memory(
-        self, counters: dict[str, Any], max_memory: float, leaving: Collection[int] = ()
-    ) -> None:
-        """Keep this step's state in memory; collective. See `MemorySaves.save`."""
-        self._require_folder()
-        assert self.folder is not None
-        self._check_tracked()
-        state = self._list_all(counters, is_sharded=True)
-        # Where nodes have disks of their own, those after the last save are on rank 0's alone.
-        rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}
-        self.saving.save_to_memory(
-            self.folder, counters["step"], state, self.describe(), rows, max_memory, leaving
-        )
 
     def _list_all(self, counters: dict[str, Any], *, is_sharded: bool) -> RunState:
         """Return this rank's part of the state to be saved; collective.
@@ -293,11 +240,7 @@ class Saver:
         checkpoints = CheckpointFolder(folder, keep=self._keep)
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
-        memory = MemoryOfNodes(self._world, folder)
         checks = SharedVerification(self._world, checkpoints)
-        memory.restore(disks, checkpoints, checks, copies=self._copies, rows=self._rows)
-        memory.end()
-        put_failed_aside(self._world, disks, checkpoints)
         self._failures = Failures(self._world, disks, checkpoints)
         self._failures.settle()
         if not disks.is_common:

@@ -46,8 +46,6 @@ class SharedVerification:
     def __init__(self, world: World, checkpoints: CheckpointFolder) -> None:
         self._world = world
         self._folder = checkpoints
-        # By digest of the manifest, so that none is hashed twice in one start.
-        self._known: dict[str, list[Finding]] = {}
 
     def find_newest(self, on_skip: OnSkip) -> Path | None:
         """Return the newest valid checkpoint, as this rank names it; `None` if there is no checkpoint at all.
@@ -59,7 +57,9 @@ class SharedVerification:
             PacelineError: PL509 if there are checkpoints and none is valid, PL504 for a newer format.
         """
         skipped: list[tuple[Path, list[Finding]]] = []
-        for _, name in self._list():
+        for name in run_on_main(
+            self._world, lambda: [path.name for path in reversed(self._folder.steps().values())]
+        ):
             findings = self._verify(name)
             if is_usable(findings):
                 return self._folder.path / name
@@ -71,34 +71,14 @@ class SharedVerification:
             raise_any([no_valid_error(self._folder.path, skipped)])
         return None
 
-    def has_valid(self, step: int) -> bool:
-        """Return whether a checkpoint of a step or of a later one is valid.
-
-        Raises:
-            PacelineError: PL504 for a newer format.
-        """
-        return any(is_usable(self._verify(name)) for number, name in self._list() if number >= step)
-
-    def _list(self) -> list[tuple[int, str]]:
-        """Return the steps and names of the checkpoints that rank 0 sees, the newest first."""
-
-        def look() -> list[tuple[int, str]]:
-            return [(step, path.name) for step, path in reversed(self._folder.steps().items())]
-
-        return run_on_main(self._world, look)
-
     def _verify(self, name: str) -> list[Finding]:
         world, path = self._world, self._folder.path / name
         findings, digest = run_on_main(world, lambda: (verify(path, read_all=False), _digest(path)))
-        if digest in self._known:
-            return self._known[digest]
         if is_usable(findings):
             findings = [*self._hash(path, digest), *findings]
         with caught() as found:
             refuse_newer(findings)
         raise_any([found.error])
-        if digest:
-            self._known[digest] = findings
         return findings
 
     def _hash(self, path: Path, digest: str) -> list[Finding]:

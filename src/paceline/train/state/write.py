@@ -46,9 +46,6 @@ from paceline.world import World
 # How long a disk that several nodes share may take to show a new folder.
 _APPEARS_S = 10.0
 
-# Writes this rank's files of a checkpoint into a folder, and returns their records by name.
-WriteShare = Callable[[Path], dict[str, FileRecord]]
-
 
 @dataclass(frozen=True)
 class RunState:
@@ -132,51 +129,20 @@ def write_sharded(
 ) -> Path:
     """Write a sharded checkpoint, with one share by each rank; collective."""
     prepared = agree_on_share(world, state)
-    return commit_shares(
-        world,
-        folder,
-        step,
-        identity,
-        SHARDED,
-        prepared.num_bytes,
-        lambda temporary: write_files(prepared.list_files(), temporary),
-    )
-
-
-def commit_shares(
-    world: World,
-    folder: CheckpointFolder,
-    step: int,
-    identity: dict[str, Any],
-    content: str,
-    num_bytes: int,
-    write: WriteShare,
-) -> Path:
-    """Commit a checkpoint whose files all ranks write into one folder; collective.
-
-    Args:
-        world: the ranks.
-        folder: of the run.
-        step: optimizer steps taken.
-        identity: for the manifest; rank 0's counts.
-        content: name of the content.
-        num_bytes: about how many bytes are written; rank 0's counts.
-        write: writes this rank's files into the temporary folder, and returns their records.
-    """
     with contextlib.ExitStack() as held:
         save: Save | None = None
 
         def begin() -> Path:
             nonlocal save
-            save = folder.begin(step, num_bytes=num_bytes, identity=identity)
+            save = folder.begin(step, num_bytes=prepared.num_bytes, identity=identity)
             return held.enter_context(save).folder
 
         temporary = run_on_main(world, begin)
         records: dict[str, FileRecord] = {}
         with caught() as found:
             _wait_for_folder(world, temporary)
-            with folder.explained(step, num_bytes):
-                records = write(temporary)
+            with folder.explained(step, prepared.num_bytes):
+                records = write_files(prepared.list_files(), temporary)
         gathered = gather(world, (records, found.error and name_rank(world, found.error)))
 
         def commit() -> Path:
@@ -186,7 +152,7 @@ def commit_shares(
                 if errors:
                     raise errors[0]
                 return save.commit(
-                    content, {name: one for found, _ in gathered for name, one in found.items()}
+                    SHARDED, {name: one for found, _ in gathered for name, one in found.items()}
                 )
 
         return run_on_main(world, commit)

@@ -1,1 +1,0 @@
-"""The newest states, kept in memory on their node and on another one."""
