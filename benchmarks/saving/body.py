@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import paceline
-from paceline.train.saving import Saving
+from paceline.train.state.saving import Saving
 from paceline.train.trainer import Trainer
 
 WIDTH = 1024

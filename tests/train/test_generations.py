@@ -11,7 +11,7 @@ from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.manifest import read_manifest
 from paceline.errors import PacelineError
 from tests.dist.pool import Pool
-from tests.train.test_saving import build_trainer, steps
+from tests.train.state.test_saving import build_trainer, steps
 
 
 def list_commits(folder: str) -> dict[int, int]:

@@ -15,7 +15,7 @@ from paceline.checkpoint import find_checkpoint, hash_tensors, load_checkpoint
 from paceline.errors import PacelineError
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import count_steps, train_recipe
-from paceline.train.run_folder import claim_run_folder
+from paceline.train.state.run_folder import claim_run_folder
 from paceline.train.stopping import Stopped
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import digits_recipe, text_recipe

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.data import prepare_data
     from paceline.place import is_launched
     from paceline.recipe import dump_recipe, load_recipe
-    from paceline.train.run_folder import check_run_folder
+    from paceline.train.state.run_folder import check_run_folder
 
     remarks: list[str] = []
     recipe = load_recipe(args.recipe, args.set, remark=remarks.append)

@@ -22,8 +22,8 @@ from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
-from paceline.train.run_folder import claim_run_folder
 from paceline.train.state.disks import find_disks, name_rank, raise_any
+from paceline.train.state.run_folder import claim_run_folder
 from paceline.train.state.transfer import gather, run_on_main
 from paceline.train.state.write import caught
 from paceline.train.step import Step

@@ -57,8 +57,8 @@ from paceline.train.same_settings import (
     describe_step_settings,
     read_hyperparameters,
 )
-from paceline.train.saving import SaveHandle, Saving, refuse_saving
 from paceline.train.state.saver import Saver
+from paceline.train.state.saving import SaveHandle, Saving, refuse_saving
 from paceline.train.step import Step
 from paceline.train.stopping import AskedToStopError, Stopped, StopRequests
 from paceline.train.trained_models import TrainedModels

@@ -39,13 +39,13 @@ from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
 from paceline.train.bubble import find_bubble
 from paceline.train.copies import Copies
+from paceline.train.optimizer_state import load_optimizer_state_by_name, of_another, optimizer_state_by_name
+from paceline.train.pieces import complete_pieces, join_pieces
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.work import Launch, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
-from paceline.train.state.optimizer import load_optimizer_state_by_name, of_another, optimizer_state_by_name
-from paceline.train.state.pieces import complete_pieces, join_pieces
 from paceline.train.whole_steps import WholeSteps
 
 GradientHook = Callable[[dict[str, Tensor]], None]

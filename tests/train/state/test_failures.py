@@ -18,7 +18,7 @@ from paceline.train.state.disks import Disks, SharedDisk
 from paceline.train.state.failures import Failures, may_come_from_state
 from paceline.train.stopping import Stopped
 from tests.dist.pool import Pool
-from tests.train.test_saving import build_trainer, steps
+from tests.train.state.test_saving import build_trainer, steps
 
 DISKS = Disks((SharedDisk((0,), "node0"),), 0)
 ALONE: Any = SimpleNamespace(world_size=1, is_main=True, rank=0)

@@ -21,9 +21,9 @@ from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.recipe.layout import Layout
 from paceline.recipe.load import parse_recipe
+from paceline.train.pieces import join_pieces
 from paceline.train.run import build_loader
 from paceline.train.run import build_trainer as build_recipe_trainer
-from paceline.train.state.pieces import join_pieces
 from tests.dist.pool import Pool
 from tests.train.cases import digits_recipe, text_recipe
 from tests.train.state.test_sharded import ALL, GLOBAL_BATCH, SAME_BITS, build_trainer, describe, num_ranks

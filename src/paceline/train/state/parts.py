@@ -15,7 +15,7 @@ from paceline.parallel.placement import Placement
 from paceline.parallel.split import Split
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.trees import tree_flatten_with_path, tree_map_with_path
-from paceline.train.state.pieces import OwnPart
+from paceline.train.pieces import OwnPart
 from paceline.train.update import Update
 
 # The keys that lead to a tensor of a checkpoint.

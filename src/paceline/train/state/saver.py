@@ -32,10 +32,7 @@ from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
-from paceline.train.follow import SharedRows
-from paceline.train.history import History
 from paceline.train.same_settings import all_ranks
-from paceline.train.saving import SaveHandle, Saving, Write
 from paceline.train.settings import (
     Settings,
     check_names,
@@ -54,7 +51,9 @@ from paceline.train.state.apart import (
 )
 from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.failures import Failures
+from paceline.train.state.follow import SharedRows
 from paceline.train.state.grace import Grace
+from paceline.train.state.history import History
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.parts import KnownPlans, Names, Parts, model_tensors
 from paceline.train.state.residuals import (
@@ -64,6 +63,7 @@ from paceline.train.state.residuals import (
     list_residuals,
 )
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
+from paceline.train.state.saving import SaveHandle, Saving, Write
 from paceline.train.state.tracked import Tracked, state_differs_error
 from paceline.train.state.transfer import load_on_main, run_on_main
 from paceline.train.state.verified import SharedVerification

@@ -13,9 +13,9 @@ from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path
 from paceline.train.copies import digest_tensor
+from paceline.train.pieces import OwnPart
 from paceline.train.same_settings import digest_text, list_differences
 from paceline.train.state.parts import Parts
-from paceline.train.state.pieces import OwnPart
 
 _MAX_SHOWN = 4
 

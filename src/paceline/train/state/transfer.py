@@ -20,7 +20,7 @@ from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
-from paceline.train.state.pieces import OwnPart
+from paceline.train.pieces import OwnPart
 from paceline.world import World
 
 T = TypeVar("T")

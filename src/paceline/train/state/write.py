@@ -36,9 +36,9 @@ from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_leaves, tree_map
 from paceline.train.copies import Copies
+from paceline.train.pieces import OwnPart, join_pieces
 from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
-from paceline.train.state.pieces import OwnPart, join_pieces
 from paceline.train.state.residuals import HeldRows
 from paceline.train.state.transfer import gather, run_on_main
 from paceline.world import World

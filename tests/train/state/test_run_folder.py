@@ -17,9 +17,9 @@ from paceline.errors import PacelineError
 from paceline.recipe import load_recipe
 from paceline.recipe.load import parse_recipe
 from paceline.recipe.schema import Recipe
-from paceline.train import run_folder
-from paceline.train.owner import read_owner
-from paceline.train.run_folder import check_run_folder, claim_run_folder
+from paceline.train.state import run_folder
+from paceline.train.state.owner import read_owner
+from paceline.train.state.run_folder import check_run_folder, claim_run_folder
 from tests.train.cases import digits_recipe
 
 
@@ -118,8 +118,8 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 HOLDER = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.train.test_run_folder import recipe
-from paceline.train.run_folder import claim_run_folder
+from tests.train.state.test_run_folder import recipe
+from paceline.train.state.run_folder import claim_run_folder
 launcher = int(sys.argv[2]) if len(sys.argv) > 2 else None
 held = claim_run_folder(Path(sys.argv[1]), recipe(), launcher_pid=launcher)
 """
@@ -129,7 +129,7 @@ def hold(folder: Path, then: str, *words: str) -> subprocess.Popen[str]:
     """Start a process that claims the folder and then does something."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLDER + then, str(folder), *words],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.train.owner import Owner, describe_owner, read_owner
+from paceline.train.state.owner import Owner, describe_owner, read_owner
 
 
 def test_an_owner_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TextIO
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe, check_accepted, check_resumable, dump_recipe, load_recipe
 from paceline.train.belongings import LOCK, RECIPE, check_belongings
-from paceline.train.owner import Owner, describe_owner, read_owner
+from paceline.train.state.owner import Owner, describe_owner, read_owner
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import CheckpointFolder, load_checkpoint
 from paceline.checkpoint.content import full
 from paceline.errors import PacelineError
-from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
+from paceline.train.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
 from tests.checkpoint.states import assert_same
 
 

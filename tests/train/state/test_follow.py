@@ -7,8 +7,8 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.train.belongings import METRICS
-from paceline.train.follow import SharedRows
 from paceline.train.state.disks import Disks, SharedDisk
+from paceline.train.state.follow import SharedRows
 from tests.dist.pool import Pool
 
 ROWS = "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3))

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from paceline.errors import PacelineError
 from paceline.parallel.placement import Placement, local
 from paceline.phrases import name_some
+from paceline.train.pieces import OwnPart
 from paceline.train.several import PART
-from paceline.train.state.pieces import OwnPart
 
 # Options that choose kernels and do not change the formula. They keep their values as built, so that a run
 # can move to another device.

@@ -34,10 +34,10 @@ from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.writing import writer_process
 from paceline.checkpoint.writing.state_copy import StateCopy
 from paceline.errors import PacelineError
-from paceline.train import saving as saving_module
+from paceline.train.state import saving as saving_module
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
-from tests.train.slow_writer import ORDERS
+from tests.train.state.slow_writer import ORDERS
 
 WIDTH, GLOBAL_BATCH = 24, 8
 
@@ -125,7 +125,7 @@ def describe_checkpoint(path: Path) -> str:
 def slow_writer(orders: Path, **asked: Any) -> Iterator[None]:
     """Let writers that are started inside do what `orders` says."""
     orders.write_text(json.dumps(asked))
-    before, writer_process.PROGRAM = writer_process.PROGRAM, "tests.train.slow_writer"
+    before, writer_process.PROGRAM = writer_process.PROGRAM, "tests.train.state.slow_writer"
     os.environ[ORDERS] = str(orders)
     try:
         yield
