@@ -49,22 +49,11 @@ def test_costs_change_the_idle_share(capsys: pytest.CaptureFixture[str]) -> None
     assert shares[0] < shares[1]
 
 
-def test_a_list_of_ones_own_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.txt"
-    assert run("schedule", "gpipe", "--ranks", 2, "--microbatches", 2, "--actions") == 0
-    path.write_text(capsys.readouterr().out)
-    assert run("schedule", path) == 0
-    assert "2 ranks, 2 stages, 2 microbatches" in capsys.readouterr().out
-    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(PacelineError, match="wait for each other"):
-        run("schedule", path)
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [
         (("1f1",), "PL474"),
-        (("/dev/null",), "PL470"),
+        (("own.txt",), "PL474"),
         (("--ranks", "0"), "PL476"),
         (("--microbatches", "100000"), "PL476"),
         (("--costs", "1,1"), "PL476"),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
 
-from paceline.errors import PacelineError, RecipeErrors
-from paceline.pipeline.check import check_schedule
+from paceline.errors import PacelineError
 from paceline.pipeline.messages import Message, list_needs, list_results, list_taken
 from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.picture import draw_svg, draw_text
-from paceline.pipeline.schedule import Action, ActionKind, Schedule, read_schedule
+from paceline.pipeline.schedule import Action, Schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
 from paceline.recipe.layout import LOOPING
 
@@ -21,6 +21,18 @@ SIZES = [(ranks, count) for ranks in (2, 4, 8) for count in (4, 8, 16, 32)]
 def idle(result: Simulation) -> Fraction:
     """Exactly the idle share; times are whole numbers."""
     return 1 - Fraction(int(result.busy), int(result.total) * len(result.spans))
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Every stage runs each microbatch once forward and once backward, and no ranks wait for each other."""
+    done: Counter[tuple[str, int, int]] = Counter()
+    for own in schedule.actions:
+        for action in own:
+            for kind in {"B": "IW"}.get(action.kind, action.kind):
+                done[kind, action.stage, action.microbatch] += 1
+    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    assert done == {(kind, stage, m): 1 for kind in "FIW" for stage in stages for m in microbatches}
+    assert not simulate(schedule).stuck
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,51 +108,6 @@ def test_costs_differ_by_stage_and_messages_take_time() -> None:
     assert result.spans[1][0].start == 6
     assert result.spans[1][-1].end == 6 + 6 + 16
     assert result.total == 6 + 6 + 16 + 5 + 2
-
-
-def test_the_text_form_gives_the_schedule_back() -> None:
-    for name in NAMES:
-        schedule = make_schedule(name, 3, 6)
-        again = read_schedule(str(schedule), name)
-        assert again == schedule
-
-
-def test_a_file_of_torch_is_read() -> None:
-    schedule = read_schedule("0F0,0F1,,0I0, 0W0,0B1  # rank 0\n\n,1F0,1F1,1B0,1B1\n", "mine.csv")
-    check_schedule(schedule)
-    assert schedule.actions[0][2] == Action(ActionKind.INPUT, 0, 0)
-    assert schedule.homes == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "seen"),
-    [
-        ("0F0,0X0", "PL470", "line 1: '0X0'"),
-        ("# nothing\n", "PL470", "no actions"),
-        ("0F0,0B0\n0F1,0B1", "PL471", "stage 0 is on ranks 0 and 1"),
-        ("0F0,0B0\n2F0,2B0", "PL471", "no action of stage 1"),
-        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", "PL472", "0B1 missing"),
-        ("0F0,0F0,0B0\n1F0,1B0", "PL472", "0F0 (2 times)"),
-        ("0F0,0B0,0W0\n1F0,1B0", "PL472", "0B0 beside 0W0"),
-        ("0F0,0I0\n1F0,1B0", "PL472", "0W0 missing"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "PL473", "rank 0 at 0B0, rank 1 at 1F1"),
-        ("0F0,0W0,0I0\n1F0,1B0", "PL473", "rank 0 at 0W0"),
-    ],
-)
-def test_a_list_that_does_not_work_is_refused(text: str, code: str, seen: str) -> None:
-    with pytest.raises(PacelineError, match=r"PL47\d") as caught:
-        check_schedule(read_schedule(text, "mine.txt"))
-    assert caught.value.code == code
-    assert seen in str(caught.value)
-
-
-def test_all_problems_of_a_list_are_reported() -> None:
-    with pytest.raises(RecipeErrors) as caught:
-        check_schedule(read_schedule("0F0,0F0,0B0\n1F0", "mine.txt"))
-    assert [problem.saw for problem in caught.value.problems] == [
-        "1B0 missing.",
-        "done twice: 0F0 (2 times).",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ import paceline
 from benchmarks.foreign_models.models import MODELS as FOREIGN
 from benchmarks.foreign_models.models import SMALL
 from paceline.checkpoint import hash_tensors
-from paceline.pipeline.orders import make_schedule
-from paceline.pipeline.schedule import ActionKind
 from tests.dist.pool import Pool, RankError
 from tests.parallel.stages.models import MODELS, Outside, call, make_batch, measure
 from tests.train.test_layout_checkpoints import build_gpt, next_token_loss, run
@@ -91,29 +87,6 @@ def test_pipelines_of_four_ranks_keep_their_bits(ranks: Pool, layout: str) -> No
     assert ranks.run(train, 4, (Outside, (layout,), dtype))[0] == [alone]
 
 
-def write_list(path: Path, microbatches: int = 6, old: str = "", new: str = "") -> str:
-    """Write a V of four stages, whose backwards are divided on one rank only, as a file."""
-    schedule = make_schedule("zbv", 2, microbatches)
-    first = ",".join(str(each) for each in schedule.actions[0])
-    second = ",".join(
-        str(each).replace("I", "B") for each in schedule.actions[1] if each.kind is not ActionKind.WEIGHT
-    )
-    text = f"{first}\n{second}\n"
-    assert old in text
-    path.write_text(text.replace(old, new, 1) if old else text)
-    return str(path)
-
-
-def test_a_list_of_ones_own_keeps_the_bits(ranks: Pool, tmp_path: Path) -> None:
-    """Also in a form that `plan schedule --json` prints, and for steps with fewer microbatches."""
-    text = write_list(tmp_path / "own.txt", 8)
-    as_json = tmp_path / "own.json"
-    as_json.write_text(json.dumps({"actions": [line.split(",") for line in Path(text).read_text().split()]}))
-    [alone] = ranks.run(train, 1, (Outside, ("",)))[0]
-    found = ranks.run(train, 2, (Outside, (f"pp=2 schedule={text}", f"pp=2 schedule={as_json}")))[0]
-    assert found == [alone, alone]
-
-
 BY_HAND = ("stages=blocks.3", "stages=leave", "stages=1+3", "schedule=zbv stages=1+1+1+1")
 
 
@@ -130,63 +103,6 @@ def hold(world: Any, stages: str) -> set[str]:
 
 def test_a_stage_begins_where_it_is_told_to(ranks: Pool) -> None:
     assert ranks.run(hold, 2, ("leave",)) == [{"enter", "position", "blocks"}, {"leave"}]
-
-
-LISTS = {
-    "forgets": ((6, "0F3,", ""), "PL472", "0F3 missing"),
-    "repeats": ((6, "0F3,", "0F3,0F3,"), "PL472", "0F3 (2 times)"),
-    "repeats a gradient": ((6, "0F0,", "0I0,0F0,"), "PL472", "0I0 (2 times)"),
-    "is no list": ((6, "0F0,", "0X0,"), "PL470", "'0X0'"),
-    "is short": ((5, "", ""), "PL489", "a step of 6 microbatches"),
-}
-
-
-@pytest.mark.parametrize("case", LISTS)
-def test_a_list_that_does_not_work_is_refused(ranks: Pool, tmp_path: Path, case: str) -> None:
-    changes, code, saw = LISTS[case]
-    text = write_list(tmp_path / "own.txt", *changes)
-    with pytest.raises(RankError) as caught:
-        ranks.run(train, 2, (Outside, (f"pp=2 schedule={text}",)))
-    error = next(iter(caught.value.causes.values()))
-    assert code in str(getattr(error, "code", "")) + str(error)
-    assert saw in str(error)
-
-
-def test_a_list_for_another_number_of_ranks_is_refused(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "own.txt"
-    path.write_text("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
-    with pytest.raises(RankError) as caught:
-        ranks.run(train, 2, (Outside, (f"pp=2 schedule={path}",)))
-    error = next(iter(caught.value.causes.values()))
-    assert getattr(error, "code", "") == "PL479"
-    assert "3 ranks" in str(error)
-
-
-def test_a_list_whose_ranks_wait_for_each_other_is_refused(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "own.txt"
-    path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    with pytest.raises(RankError) as caught:
-        ranks.run(train, 2, (Outside, (f"pp=2 schedule={path}",)))
-    assert "rank 0 at 0B0, rank 1 at 1F1" in str(next(iter(caught.value.causes.values())))
-
-
-def train_in(world: Any, folders: list[str], layout: str) -> list[Any]:
-    with contextlib.chdir(folders[world.rank]):
-        return train(world, Outside, (layout,))
-
-
-def test_lists_of_one_name_that_differ_are_refused(ranks: Pool, tmp_path: Path) -> None:
-    """Stages that follow different lists would take each other's messages for others."""
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    write_list(folders[0] / "own.txt", 6)
-    write_list(folders[1] / "own.txt", 8)
-    with pytest.raises(RankError) as caught:
-        ranks.run(train_in, 2, ([str(folder) for folder in folders], "pp=2 schedule=./own.txt"))
-    error = next(iter(caught.value.causes.values()))
-    assert getattr(error, "code", "") == "PL417"
-    assert "list of actions is ./own.txt (" in str(error)
 
 
 class Ids(torch.utils.data.Dataset[Any]):
@@ -430,7 +346,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a buffer of several stages": ({"model": Averages}, "PL483", "a buffer"),
     "one chunk": ({"layout": "pp=2 schedule=interleaved"}, "PL475", "chunks=1"),
     "chunks without loops": ({"layout": "pp=2 chunks=2"}, "PL475", "chunks=2"),
-    "a file that is not there": ({"layout": "pp=2 schedule=own.txt"}, "PL470", "No such file"),
+    "a file with a list": ({"layout": "pp=2 schedule=own.txt"}, "PL118", "schedule=own.txt"),
     "stages that miss blocks": ({"layout": "pp=2 stages=1+2"}, "PL497", "calls 4"),
     "an empty stage": ({"layout": "pp=2 stages=0+4"}, "PL497", "the smallest stage 0"),
     "too few names": ({"layout": "pp=2 schedule=zbv stages=blocks.1+blocks.2"}, "PL497", "2 names for 4"),

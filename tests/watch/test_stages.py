@@ -14,7 +14,8 @@ import paceline
 from paceline.parallel.stages.layout import Stages
 from paceline.parallel.stages.transfer import StageTransfer
 from paceline.pipeline.messages import Message, Payload
-from paceline.pipeline.schedule import Schedule, read_schedule
+from paceline.pipeline.orders import B, F, make_schedule
+from paceline.pipeline.schedule import Action, Schedule
 from paceline.train.runners.staged import StagedRunner
 from paceline.watch.protocol.report import Call, Group
 from paceline.watch.reasoning.hang import explain_hang
@@ -153,17 +154,13 @@ def stop_a_stage() -> None:
         train_a_pipeline()
 
 
-LISTS = (
-    "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3,0F4,0B4\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4\n",
-    "0F0,0F1,0F2,0F3,0F4,0B0,0B1,0B2,0B3,0B4\n1F0,1F1,1F2,1F3,1F4,1B0,1B1,1B2,1B3,1B4\n",
-)
-
-
 def follow_other_lists() -> None:
     """Stage 0 runs one microbatch after the other, stage 1 all forwards first."""
 
     def make(self: Stages, num_microbatches: int) -> Schedule:
-        return read_schedule(LISTS[int(os.environ["RANK"])], "own.txt")
+        schedule = make_schedule("gpipe", 2, num_microbatches)
+        each = [Action(kind, 0, m) for m in range(num_microbatches) for kind in (F, B)]
+        return replace(schedule, actions=(tuple(each), schedule.actions[1]))
 
     with mock.patch.object(Stages, "make_schedule", make):
         train_a_pipeline()

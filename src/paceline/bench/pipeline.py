@@ -22,14 +22,13 @@ from paceline.bench.spread import Spread
 from paceline.data import build_data, prepare_data
 from paceline.errors import PacelineError
 from paceline.launching.local import check_launch, launch
-from paceline.pipeline.files import read_schedule_file, shorten
 from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Simulation, Span, find_formula, simulate
 from paceline.pipeline.timeline import join_spans, measure_costs
 from paceline.place import usable_cores
 from paceline.recipe import Layout, Recipe
-from paceline.recipe.layout import LOOPING, is_file
+from paceline.recipe.layout import LOOPING
 from paceline.recipe.legal import refuse_layout
 from paceline.train.run import build_trainer
 from paceline.train.trainer import Trainer
@@ -40,7 +39,7 @@ class ScheduleWaits:
     """The idle shares of one schedule.
 
     Attributes:
-        name: of the schedule, or of a file.
+        name: of the schedule.
         stages_per_rank: the number of them.
         formula: for equal stages; `None` for an order without one.
         equal: simulated with equal times for a forward, a gradient of inputs and gradients of weights.
@@ -178,9 +177,6 @@ def _list_schedules(
 ) -> dict[str, Schedule]:
     found = {}
     for name in names or NAMES:
-        if is_file(name):
-            found[name] = shorten(read_schedule_file(name, num_ranks), num_microbatches)
-            continue
         try:
             own = chunks if name in LOOPING else None
             found[name] = make_schedule(name, num_ranks, num_microbatches, own)

@@ -95,7 +95,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         dest="schedules",
         action="append",
         default=[],
-        help="1f1b or another known schedule, or the path of a list of actions; may be given several times "
+        help="1f1b or another known schedule; may be given several times "
         "(default: all known ones); one alone is drawn too",
     )
     pipeline.add_argument(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from paceline.cli.plan_traffic import add_traffic
 from paceline.errors import PacelineError
-from paceline.pipeline.check import check_schedule
-from paceline.pipeline.files import read_list
 from paceline.pipeline.picture import draw_svg, draw_text, write_svg
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
@@ -35,8 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "name",
         nargs="?",
         metavar="NAME",
-        help="1f1b or another known schedule, or a file with a line of actions per rank, such as "
-        "0F0,0F1,0B0,0B1",
+        help="1f1b or another known schedule",
     )
     schedule.add_argument(
         "--ranks", metavar="P", type=int, default=4, help="ranks of the pipeline (default 4)"
@@ -53,7 +50,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "all stages of a rank together (default 1,1,1)",
     )
     schedule.add_argument("--svg", metavar="FILE", type=Path, help="also draw into an .svg file")
-    schedule.add_argument("--actions", action="store_true", help="print the actions, in the form of a file")
     schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     schedule.set_defaults(run=run)
     add_traffic(kinds)
@@ -63,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print; return 0.
 
     Raises:
-        PacelineError: PL470 to PL475 for a schedule that does not work, PL476 for numbers out of range.
+        PacelineError: as `make_schedule`; PL476 for numbers out of range.
     """
     _check_numbers(args)
     costs = _read_costs(args.costs)
     if args.name is None:
         return _compare(args, costs)
-    schedule = _find_schedule(args.name, args.ranks, args.microbatches, args.chunks)
+    from paceline.pipeline.orders import make_schedule  # loads all of recipes, too slow for --help
+
+    schedule = make_schedule(args.name, args.ranks, args.microbatches, args.chunks)
     result = simulate(schedule, _spread(costs, schedule))
     if args.svg is not None:
         write_svg(args.svg, draw_svg(schedule, result))
@@ -80,24 +78,10 @@ def run(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    if args.actions:
-        print(schedule, end="")
-        return 0
     # The picture has a column per unit, so it shows the order with equal costs; the numbers are of the costs.
     print(draw_text(schedule, simulate(schedule), shutil.get_terminal_size((120, 24)).columns))
     print(_describe(schedule, result))
     return 0
-
-
-def _find_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
-    from paceline.pipeline.orders import NAMES, make_schedule  # loads all of recipes, too slow for --help
-
-    if name in NAMES or not Path(name).exists():
-        schedule = make_schedule(name, num_ranks, num_microbatches, chunks)
-    else:
-        schedule = read_list(Path(name))
-    check_schedule(schedule)
-    return schedule
 
 
 def _spread(costs: Costs, schedule: Schedule) -> Costs:

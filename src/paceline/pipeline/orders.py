@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.errors import PacelineError
-from paceline.pipeline.files import read_schedule_file
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
 from paceline.pipeline.simulate import simulate
 from paceline.recipe.layout import AS_V, LOOPING, SCHEDULES
@@ -49,7 +48,7 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
             "PL474",
             saw=f"schedule={name!r}.",
             rule=f"A schedule is one of {', '.join(NAMES)}.",
-            fix="Use one of these, or a file with a list of actions per rank.",
+            fix="Use one of these.",
         )
     chunks = check_chunks(name, chunks)
     if name == "dualpipev" and num_microbatches < 2 * num_ranks:
@@ -59,7 +58,7 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
             rule="It pairs forwards with backwards of other microbatches, so it needs two per rank.",
             fix=f"Use at least {2 * num_ranks} microbatches, or schedule=zbv.",
         )
-    homes = place_stages(name, num_ranks, chunks)
+    homes = find_homes(name, num_ranks, chunks)
     if name in ("gpipe", "bfs"):
         actions = [_all_then_all(homes, rank, num_microbatches) for rank in range(num_ranks)]
     elif name in ("1f1b", "interleaved"):
@@ -95,27 +94,17 @@ def check_chunks(name: str, chunks: int | None) -> int:
 
 
 def find_homes(name: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of every stage, as `make_schedule` or the list in a file places them.
+    """Return the rank of every stage.
 
     Args:
-        name: of a schedule, or the path of a file.
+        name: of a schedule.
         num_ranks: of the pipeline.
         chunks: stages per rank of schedules that loop.
-
-    Raises:
-        PacelineError: as `read_schedule_file`, for a list.
     """
-    if name not in NAMES:
-        return read_schedule_file(name, num_ranks).homes
-    return place_stages(name, num_ranks, chunks if name in LOOPING else 1)
-
-
-def place_stages(name: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of every stage."""
     ranks = list(range(num_ranks))
     if name in AS_V:
         return tuple(ranks + ranks[::-1])
-    return tuple(ranks * chunks)
+    return tuple(ranks * (chunks if name in LOOPING else 1))
 
 
 def _all_then_all(homes: Sequence[int], rank: int, num_microbatches: int) -> list[Action]:

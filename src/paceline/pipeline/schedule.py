@@ -5,21 +5,13 @@ microbatch is a forward and a backward per stage. The backward may be divided: t
 input, which the stage before waits for, and later the gradients of the weights (Qi et al. 2023, "Zero Bubble
 Pipeline Parallelism", section 2).
 
-The text form has a line per rank and a word per action, `stage KIND microbatch`: `0F3` is the forward of
-microbatch 3 on stage 0. Words are separated by commas or blanks, and `#` begins a comment. torch's CSV files
-of schedules (`torch.distributed.pipelining`) without messages are of this form too.
+An action is written `stage KIND microbatch`: `0F3` is the forward of microbatch 3 on stage 0.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-from paceline.errors import PacelineError
-
-_WORD = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 
 
 class ActionKind(StrEnum):
@@ -67,7 +59,7 @@ class Schedule:
     """The actions of all ranks for one step.
 
     Attributes:
-        name: of the order, or of the file that it is from.
+        name: of the order.
         num_microbatches: of a step.
         homes: by stage, the rank that holds it.
         actions: by rank, in order.
@@ -115,70 +107,3 @@ class Schedule:
         if stage + 1 < self.num_stages:
             found.append(Action(ActionKind.BACKWARD, stage + 1, microbatch))
         return found
-
-    def __str__(self) -> str:
-        """Return the text form."""
-        return "\n".join(",".join(map(str, own)) for own in self.actions) + "\n"
-
-
-def read_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule from its text form; `check.py` checks whether it works.
-
-    Args:
-        text: a line per rank.
-        name: of the file, for messages.
-
-    Raises:
-        PacelineError: PL470 for text that is not of this form, PL471 for a stage on two ranks or on none.
-    """
-    actions: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].replace(",", " ").split()
-        if words:
-            actions.append(tuple(_read_word(word, f"{name}, line {number}") for word in words))
-    if not actions:
-        raise PacelineError(
-            "PL470",
-            saw=f"{name} has no actions.",
-            rule="A schedule has a line of actions for each rank.",
-            fix="Write for example 0F0,0F1,0B0,0B1 as the line of the rank with stage 0.",
-        )
-    homes = _find_homes(actions, name)
-    num_microbatches = 1 + max(action.microbatch for own in actions for action in own)
-    return Schedule(name, num_microbatches, homes, tuple(actions))
-
-
-def _read_word(word: str, where: str) -> Action:
-    match = _WORD.fullmatch(word)
-    if match is None:
-        raise PacelineError(
-            "PL470",
-            saw=f"{where}: {word!r}.",
-            rule="An action is a stage, a kind (F forward, B backward, I input's gradient, W weights' "
-            "gradients) and a microbatch.",
-            fix="Write for example 0F3 for the forward of microbatch 3 on stage 0.",
-        )
-    return Action(ActionKind(match[2]), int(match[1]), int(match[3]))
-
-
-def _find_homes(actions: Sequence[Sequence[Action]], name: str) -> tuple[int, ...]:
-    homes: dict[int, int] = {}
-    for rank, own in enumerate(actions):
-        for action in own:
-            home = homes.setdefault(action.stage, rank)
-            if home != rank:
-                raise PacelineError(
-                    "PL471",
-                    saw=f"{name}: stage {action.stage} is on ranks {home} and {rank}.",
-                    rule="A stage and its weights are on one rank.",
-                    fix=f"Put all actions of stage {action.stage} into one line.",
-                )
-    missing = [stage for stage in range(max(homes) + 1) if stage not in homes]
-    if missing:
-        raise PacelineError(
-            "PL471",
-            saw=f"{name}: there is a stage {max(homes)}, and no action of stage {missing[0]}.",
-            rule="The stages of a model are numbered from 0 without gaps.",
-            fix=f"Add the actions of stage {missing[0]}, or renumber the stages.",
-        )
-    return tuple(homes[stage] for stage in range(len(homes)))

@@ -22,7 +22,6 @@ LOOPING = ("interleaved", "bfs")
 AS_V = ("zbv", "dualpipev")
 # Schedules that compute the gradients of weights apart.
 DIVIDED = ("zero_bubble", *AS_V)
-UNDIVIDED = ("gpipe", "1f1b", *LOOPING)
 MOST_CHUNKS = 16
 # The value of `stages` for a cut by measured times.
 MEASURED = "measured"
@@ -32,7 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
     "cp_by": get_args(Attending),
-    "schedule": SCHEDULES,  # or the path of a file
+    "schedule": SCHEDULES,
     "chunks": tuple(range(1, MOST_CHUNKS + 1)),
     "stages": ("",),  # or any list
 }
@@ -56,8 +55,7 @@ class Layout(Degrees):
         cp_by: how the ranks of cp attend to each other's positions: each has whole sequences of some heads;
             or gathers the keys and values for its own positions; or gets these in turn (ring). `"auto"` is
             heads if cp divides them, else gather.
-        schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`; or the
-            path of a file with a list of actions per rank.
+        schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
         chunks: stages of the model that each rank of pp holds.
         stages: where the model is cut, joined by "+": the names of the modules that all stages but the first
             begin with, or the numbers of blocks of all stages; "" to cut by counted operations, "measured"
@@ -156,10 +154,8 @@ class Layout(Degrees):
         return self._multiply(divides_sample=True)
 
     @property
-    def num_stages(self) -> int | None:
-        """The number of stages of the model; `None` if a file with a list of actions determines it."""
-        if self.schedule not in SCHEDULES:
-            return None
+    def num_stages(self) -> int:
+        """The number of stages of the model."""
         return self.pp * (2 if self.schedule in AS_V else self.chunks)
 
     @property
@@ -378,13 +374,8 @@ def _read_degree(axis: str, text: str) -> int | None:
     return int(text)
 
 
-def is_file(schedule: str) -> bool:
-    """Return whether a value of `schedule` is meant as a path; the names have neither dots nor slashes."""
-    return "." in schedule or "/" in schedule
-
-
 def _read_choice(name: str, text: str) -> Any:
-    if name == "stages" or (name == "schedule" and is_file(text)):
+    if name == "stages":
         return text
     known = {str(choice).lower(): choice for choice in CHOICES[name]}
     if text.lower() not in known:

@@ -19,7 +19,6 @@ from paceline.recipe.layout import (
     Zero,
     check_degree,
     check_open,
-    is_file,
 )
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
@@ -64,8 +63,7 @@ class LayoutSection(_DegreesSection):
     schedule: str = Layout.schedule
     """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
     rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and
-    `"dualpipev"` compute the gradients of weights apart. A word with a dot or a slash is the path of a file
-    with a list of actions. `paceline plan schedule` draws them all."""
+    `"dualpipev"` compute the gradients of weights apart. `paceline plan schedule` draws them all."""
     chunks: Annotated[PositiveInt, Field(le=MOST_CHUNKS)] = Layout.chunks
     """Stages of the model that each rank of `pp` holds; 2 or more for schedules that go around the ranks."""
 
@@ -87,11 +85,11 @@ class LayoutSection(_DegreesSection):
 
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
-        if self.schedule not in SCHEDULES and not is_file(self.schedule):
+        if self.schedule not in SCHEDULES:
             raise broken_rule(
                 "PL118",
                 f"layout.schedule={self.schedule} was given.",
-                f"schedule is one of {', '.join(SCHEDULES)}, or the path of a file.",
+                f"schedule is one of {', '.join(SCHEDULES)}.",
                 "Leave it out for schedule=1f1b, or use one of these.",
             )
         try:

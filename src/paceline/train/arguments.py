@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -17,11 +15,10 @@ from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.stages.measure import TimedBatch
-from paceline.pipeline.files import read_list
 from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
-from paceline.recipe.layout import MEASURED, is_file
+from paceline.recipe.layout import MEASURED
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.train.building import (
     Model,
@@ -233,9 +230,6 @@ class Arguments:
         kinds = {True: "a module", False: "a factory"}  # which only rank 0 builds
         models = {name: kinds[isinstance(each, nn.Module)] for name, each in self.models.items()}
         found["model"] = ", ".join(models.values()) if len(models) == 1 else str(models)
-        if is_file(layout.schedule):  # one name may stand for different lists on different nodes
-            text = str(read_list(Path(layout.schedule)))
-            found["list of actions"] = f"{layout.schedule} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
         return found
 
     def describe_for_resume(self, layout: Layout, updates: Mapping[str, Update]) -> dict[str, Any]:

@@ -34,8 +34,7 @@ from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.shards import StageShards
 from paceline.parallel.stages.stage import run_stage
 from paceline.phrases import name_some
-from paceline.pipeline.files import read_schedule_file, shorten
-from paceline.pipeline.orders import NAMES, make_schedule
+from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.recipe.layout import MEASURED, Layout
 from paceline.torch_seams.modules import own_parameters, read_compiled_call
@@ -106,7 +105,6 @@ class Stages:
         self._records: OrderedDict[Any, StageCut] = OrderedDict()
         self._modules: list[tuple[str, nn.Module]] = []
         self._schedules: dict[int, Schedule] = {}
-        self._list = None if layout.schedule in NAMES else read_schedule_file(layout.schedule, layout.pp)
         record = self._try(example, masks)
         if record.num_segments < len(self.homes) and not layout.stages_by_hand:
             self._blocks = add_layers(model, self._blocks)
@@ -145,9 +143,6 @@ class Stages:
         """Return the schedule of a step in which this pipeline runs so many microbatches."""
         if num_microbatches not in self._schedules:
             name, num_ranks = self._layout.schedule, self._layout.pp
-            if self._list is not None:
-                self._schedules[num_microbatches] = shorten(self._list, num_microbatches)
-                return self._schedules[num_microbatches]
             if name == "dualpipev" and num_microbatches < 2 * num_ranks:
                 log.info("pp: steps of %d microbatches run in the order of zbv", num_microbatches)
                 name = "zbv"  # with the stages in the same places

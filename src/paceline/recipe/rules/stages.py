@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
-from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, MEASURED, UNDIVIDED, Layout
+from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, MEASURED, Layout
 from paceline.recipe.rules.words import list_changed, refuse_mixes
 
 
@@ -31,16 +31,6 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
     loops = layout.schedule in LOOPING
     is_fixed = layout.schedule in AS_V and layout.chunks == 2
     num_stages = layout.num_stages
-    if num_stages is None:
-        if layout.chunks > 1:
-            yield Finding(
-                "PL475",
-                "layout.chunks",
-                f"layout.chunks={layout.chunks} with layout.schedule={layout.schedule}.",
-                "The list in the file determines which rank holds which stages.",
-                "Leave chunks out.",
-            )
-        return
     yield from _check_stages(layout, num_stages)
     if loops != (layout.chunks > 1) and not is_fixed:
         yield Finding(
@@ -109,7 +99,7 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "Leave it out: statistics are then per microbatch, the same on every layout.",
         ),
         (
-            run.compile and layout.schedule not in UNDIVIDED,
+            run.compile and layout.schedule in DIVIDED,
             "train.compile",
             f"train.compile=true and layout.schedule={layout.schedule}",
             "A divided backward holds back gradients of single layers, which is not possible in compiled "

@@ -9,7 +9,7 @@ from paceline.watch.protocol.words import own_frames
 from paceline.watch.reasoning.verdict import build_verdict
 
 RULE = "A stage waits for what its neighbours compute, in the order of one list of actions."
-FIX = "Compare layout.schedule, its file and the version of paceline on the nodes: all ranks need one list."
+FIX = "Compare layout.schedule and the version of paceline on the nodes: all ranks need one list."
 
 
 def find_stage_mismatch(calls: Mapping[int, Sequence[Call]]) -> Verdict | None:
