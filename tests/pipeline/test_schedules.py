@@ -86,7 +86,7 @@ def test_1f1b_keeps_as_many_microbatches_as_ranks() -> None:
 def test_a_message_counts_as_taken_once_its_receiver_has_answered(name: str) -> None:
     schedule = make_schedule(name, 4, 8, 2 if name in LOOPING else None)
     for rank, own in enumerate(schedule.actions):
-        taken = list_taken(schedule, rank, {})
+        taken = list_taken(schedule, rank, ())
         named = [message for messages in taken.values() for message in messages]
         sent = [message for action in own for message in list_results(action, schedule.num_stages, {})]
         assert len(named) == len(set(named))

@@ -63,7 +63,8 @@ def count_kept(world: Any, layout: str, counts: list[int]) -> list[tuple[dict[in
     """By number of microbatches: the bytes of a microbatch by own stage, the most at once, and the most that
     was sent and is kept."""
     trainer = build(layout, dtype="fp32")
-    trainer.step({"ids": torch.zeros(4, 9, dtype=torch.int64)})  # counts operations
+    for _ in range(2):  # counts operations, then sends the order of gradients
+        trainer.step({"ids": torch.zeros(4, 9, dtype=torch.int64)})
     right, give, found = StagedRunner._run_forward, StageTransfer.give, []
     for count in counts:
         saved = SavedBytes(trainer.model.parameters())

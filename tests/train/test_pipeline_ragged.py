@@ -87,7 +87,7 @@ def test_lengths_and_counts_may_differ_on_four_stages(ranks: Pool, schedule: str
 
 
 def count_sent(world: Any, layout: str) -> list[int]:
-    """Return the lengths of all messages between stages in the second step."""
+    """Return the lengths of all messages between stages in the second step and in the third."""
     trainer = build_small(layout, Outside)
     trainer.step(make_batch(0))
     sent: list[int] = []
@@ -99,7 +99,8 @@ def count_sent(world: Any, layout: str) -> list[int]:
 
     dist.isend = counting
     try:
-        trainer.step(make_batch(1))
+        for _ in range(2):
+            trainer.step(make_batch(1))
     finally:
         dist.isend = send
     trainer.close()
@@ -129,8 +130,13 @@ def test_the_agreement_is_the_only_collective(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_a_step_sends_what_crosses_the_cut_and_nothing_else(ranks: Pool, schedule: str) -> None:
-    """Per microbatch two tensors of [samples, 5, 8], and back their gradients with a byte per dimension."""
+    """Per microbatch two tensors of [samples, 5, 8], and back their gradients.
+
+    The first gradient of each shape after the step that counts operations has a byte more per dimension.
+    """
     samples = [2, 2, 2, 2, 2, 1]  # 11 samples
     first, second = ranks.run(count_sent, 2, (f"pp=2 schedule={schedule}",))
-    assert first == [4 * 5 * 8 * count for count in samples for _ in range(2)]
-    assert second == [4 * 5 * 8 * count + 3 for count in samples for _ in range(2)]
+    lengths = [4 * 5 * 8 * count for count in samples for _ in range(2)]
+    assert first == 2 * lengths
+    orders = [3 * (samples.index(count) == number) for number, count in enumerate(samples) for _ in range(2)]
+    assert second == [length + order for length, order in zip(lengths, orders, strict=True)] + lengths

@@ -1,6 +1,10 @@
-"""Lists the messages of a schedule: what each rank sends to which other, in the order in which it sends.
+"""Lists the messages of a schedule, in one order for all ranks.
 
-Receives must be posted in the sender's order: some libraries match messages by their order alone.
+NCCL runs the sends and receives of a rank one after the other, in the order in which they are posted, and
+matches those of two ranks by their order alone. A receive that waits therefore holds up every send behind it.
+All ranks post in one order of all messages, that of their making in a simulation. The first message that has
+not arrived is then the next one on both of its ranks, so some message can always move, whether the library
+keeps a copy of what is sent or waits for the receiver.
 """
 
 from __future__ import annotations
@@ -8,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
+from paceline.pipeline.simulate import simulate
+
+# By name of a weight that several stages use, these stages in order.
+Shared = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Payload(StrEnum):
@@ -83,21 +92,25 @@ def list_needs(action: Action, num_stages: int, shared: Mapping[str, Sequence[in
     return found
 
 
-def list_received(
-    schedule: Schedule, rank: int, shared: Mapping[str, Sequence[int]]
-) -> dict[int, list[Message]]:
-    """Return what a rank receives, by the rank that sends it, in the order of sending."""
-    found: dict[int, list[Message]] = {}
-    for sender, own in enumerate(schedule.actions):
-        if sender != rank:
-            messages = [m for action in own for m in list_results(action, schedule.num_stages, shared)]
-            found[sender] = [m for m in messages if schedule.homes[m.target] == rank]
-    return found
+@lru_cache(maxsize=16)
+def list_posted(schedule: Schedule, rank: int, shared: Shared) -> tuple[Message, ...]:
+    """Return the messages that a rank exchanges with others, in the order in which it posts them.
+
+    An action takes time, so a message is made after those that its action and the earlier ones of its rank
+    need. The order of all messages by the time of their making therefore fits every rank's own order.
+    """
+    found: list[tuple[float, int, Message]] = []
+    for sender, spans in enumerate(simulate(schedule).spans):
+        for span in spans:
+            for message in list_results(span.action, schedule.num_stages, dict(shared)):
+                target = schedule.homes[message.target]
+                if target != sender and rank in (sender, target):
+                    found.append((span.end, sender, message))
+    return tuple(message for *_, message in sorted(found, key=lambda each: each[:2]))
 
 
-def list_taken(
-    schedule: Schedule, rank: int, shared: Mapping[str, Sequence[int]]
-) -> dict[Message, list[Message]]:
+@lru_cache(maxsize=16)
+def list_taken(schedule: Schedule, rank: int, shared: Shared) -> Mapping[Message, list[Message]]:
     """Return, by message that a rank receives, what the sender has taken of the rank's own messages by then.
 
     Only what it has taken since it sent the message before.
@@ -108,9 +121,9 @@ def list_taken(
             continue
         taken: list[Message] = []
         for action in own:
-            needs = list_needs(action, schedule.num_stages, shared)
+            needs = list_needs(action, schedule.num_stages, dict(shared))
             taken += [message for message in needs if schedule.homes[message.source] == rank]
-            for message in list_results(action, schedule.num_stages, shared):
+            for message in list_results(action, schedule.num_stages, dict(shared)):
                 if schedule.homes[message.target] == rank:
                     found[message], taken = taken, []
     return found

@@ -2,8 +2,8 @@
 
 A rank does the actions of its schedule in order (`pipeline/schedule.py`). Protocol, per action:
 
-1. It waits for what the action needs from other stages. Receives are posted in the order in which the sender
-   sends, one action ahead. Their shapes follow from the batch, so no message carries any.
+1. It waits for what the action needs from other stages. Sends and receives are posted in one order for all
+   ranks, receives one action ahead. Their shapes follow from the batch, so no message carries any.
 2. It computes: a forward of one stage, or its backward, which begins at what the stage has made. A tensor
    that passes through gets its gradient in the same way, as in one process: before those of its own uses.
 3. It sends what other stages need, and does not wait for it.
@@ -212,7 +212,7 @@ class StagedRunner(StagedForwards):
             for batch, samples in zip(batches, share.samples, strict=True)
         ]
         schedule = self._stages.make_schedule(self._count_rounds(share))
-        transfer = self._begin_transfer(schedule.keep_first(len(batches)), self._shared)
+        transfer = self._begin_transfer(schedule, len(batches), self._shared)
         actions = schedule.actions[self._pp.rank]
         divided = {(a.stage, a.microbatch) for a in actions if a.kind is ActionKind.WEIGHT}
         state = _Progress(work, batches, divided)
@@ -256,6 +256,7 @@ class StagedRunner(StagedForwards):
         transfer.finish()
         if count_flops and batches:
             self._note_flops(num_flops, share)
+            self._orders.clear()  # gradients of compiled blocks may lie otherwise than those counted eagerly
         self._cuts = []
         return waited_s + time.perf_counter() - started_s
 

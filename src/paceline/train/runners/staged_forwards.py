@@ -23,7 +23,7 @@ from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
 from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.received import receive
-from paceline.parallel.stages.transfer import Form, StageTransfer
+from paceline.parallel.stages.transfer import Form, Orders, StageTransfer
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
 from paceline.pipeline.under_way import UNDER_WAY
@@ -52,6 +52,7 @@ class StagedForwards(Runner):
         # As they are in a step, whole.
         self._weights = {name: self._stages.whole(p) for name, p in model.named_parameters()}
         self._cuts: list[StageCut] = []
+        self._orders: Orders = {}
 
     @property
     def has_outputs(self) -> bool:
@@ -86,8 +87,8 @@ class StagedForwards(Runner):
             self._find_cut(objective, batch, around(index, batch))
             for index, batch in zip(indices, batches, strict=True)
         ]
-        schedule = _list_forwards(self._stages.homes, self._pp.size, len(batches))
-        transfer = self._begin_transfer(schedule, {})
+        schedule = _list_forwards(self._stages.homes, self._pp.size, num_rounds)
+        transfer = self._begin_transfer(schedule, len(batches), {})
         results: list[Result] = []
         for stage, following in zip_longest(self._stages.own, self._stages.own[1:]):
             if self._shards is not None:  # also on a data rank without microbatches
@@ -159,8 +160,18 @@ class StagedForwards(Runner):
         finally:
             self.is_trying = False
 
-    def _begin_transfer(self, schedule: Schedule, shared: dict[str, tuple[int, ...]]) -> StageTransfer:
-        return StageTransfer(self._pp, schedule, shared, self._describe, self._precision.device)
+    def _begin_transfer(
+        self, schedule: Schedule, num_microbatches: int, shared: dict[str, tuple[int, ...]]
+    ) -> StageTransfer:
+        return StageTransfer(
+            self._pp,
+            schedule,
+            num_microbatches,
+            shared,
+            self._describe,
+            self._precision.device,
+            self._orders,
+        )
 
     def _describe(self, message: Message) -> list[Form]:
         """Return the forms of a message's tensors."""
