@@ -50,7 +50,7 @@ class Form:
 
 
 @dataclass
-class Order:
+class StrideOrder:
     """The dimensions of a gradient from the slowest to the fastest in memory.
 
     Attributes:
@@ -72,7 +72,7 @@ class Order:
 
 
 # By stages, name of a shared weight, place in the message, and form.
-Orders = dict[tuple[int, int, str, int, Form], Order]
+StrideOrders = dict[tuple[int, int, str, int, Form], StrideOrder]
 
 
 class StageTransfer:
@@ -99,7 +99,7 @@ class StageTransfer:
         shared: Mapping[str, tuple[int, ...]],
         describe: Callable[[Message], list[Form]],
         device: torch.device,
-        orders: Orders,
+        orders: StrideOrders,
     ) -> None:
         self.sent_bytes = 0
         self._pp = pp
@@ -198,7 +198,7 @@ class StageTransfer:
         for place, form in enumerate(self._describe(message)):
             if not math.prod(form.shape):
                 empty = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-                found.append(_Posted(form, empty, None, Order()))
+                found.append(_Posted(form, empty, None, StrideOrder()))
                 continue
             order, is_first = self._find_order(message, place, form)
             num_bytes = form.num_bytes + (len(form.shape) if is_first else 0)
@@ -210,13 +210,13 @@ class StageTransfer:
                 order.first = found[-1]
         UNDER_WAY.posted = None
 
-    def _find_order(self, message: Message, place: int, form: Form) -> tuple[Order, bool]:
+    def _find_order(self, message: Message, place: int, form: Form) -> tuple[StrideOrder, bool]:
         """Return the order of a tensor, and whether it has to be sent."""
         if form.stride is not None:
-            return Order(dims=_sort_dims(form.stride)), False
+            return StrideOrder(dims=_sort_dims(form.stride)), False
         key = message.source, message.target, message.name, place, form
         is_first = key not in self._orders
-        return self._orders.setdefault(key, Order()), is_first
+        return self._orders.setdefault(key, StrideOrder()), is_first
 
     def _tag(self, message: Message, place: int) -> int:
         """Return the tag of a message's tensor: the same on both ranks, and no other's of this step."""
@@ -246,7 +246,7 @@ class _Posted:
     form: Form
     flat: Tensor
     work: dist.Work | None
-    order: Order
+    order: StrideOrder
 
     def wait(self) -> None:
         """Wait for the bytes, once: gloo would wait for another message."""

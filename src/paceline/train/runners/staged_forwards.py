@@ -23,7 +23,7 @@ from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
 from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.received import receive
-from paceline.parallel.stages.transfer import Form, Orders, StageTransfer
+from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrders
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
 from paceline.pipeline.under_way import UNDER_WAY
@@ -52,7 +52,7 @@ class StagedForwards(Runner):
         # As they are in a step, whole.
         self._weights = {name: self._stages.whole(p) for name, p in model.named_parameters()}
         self._cuts: list[StageCut] = []
-        self._orders: Orders = {}
+        self._orders: StrideOrders = {}
 
     @property
     def has_outputs(self) -> bool:
