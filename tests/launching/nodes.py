@@ -50,7 +50,7 @@ class Nodes:
     def __init__(self, count: int) -> None:
         self._name = f"pl{os.getpid()}-{next(_numbers)}"
         self._count = count
-        self._switch = f"{self._name}-sw"
+        self.switch = f"{self._name}-sw"
         self._folder = Path()
 
     def __enter__(self) -> Nodes:
@@ -107,24 +107,24 @@ class Nodes:
 
     def cut(self, node: int) -> None:
         """Take a node's link down, without a word to its interface's user."""
-        _do("ip", "-n", self._switch, "link", "set", f"p{node}", "down")
+        _do("ip", "-n", self.switch, "link", "set", f"p{node}", "down")
 
     def heal(self, node: int) -> None:
         """Undo `cut`."""
-        _do("ip", "-n", self._switch, "link", "set", f"p{node}", "up")
+        _do("ip", "-n", self.switch, "link", "set", f"p{node}", "up")
 
     def split(self, nodes: Collection[int]) -> None:
         """Parts the network in two: these nodes reach each other, and the others do."""
-        _do("ip", "-n", self._switch, "link", "add", "br1", "type", "bridge")
-        _do("ip", "-n", self._switch, "link", "set", "br1", "up")
+        _do("ip", "-n", self.switch, "link", "add", "br1", "type", "bridge")
+        _do("ip", "-n", self.switch, "link", "set", "br1", "up")
         for node in nodes:
-            _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br1")
+            _do("ip", "-n", self.switch, "link", "set", f"p{node}", "master", "br1")
 
     def join(self) -> None:
         """Undo `split`."""
         for node in range(self._count):
-            _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br0")
-        _do("ip", "-n", self._switch, "link", "del", "br1")
+            _do("ip", "-n", self.switch, "link", "set", f"p{node}", "master", "br0")
+        _do("ip", "-n", self.switch, "link", "del", "br1")
 
     def mute(self, node: int) -> None:
         """Loses what a node sends to the others, and not what they send to it."""
@@ -142,7 +142,7 @@ class Nodes:
 
     def limit(self, node: int, rate_mbit: float) -> None:
         """Limits what a node sends and what it receives."""
-        for namespace, device in ((self.namespace(node), "eth0"), (self._switch, f"p{node}")):
+        for namespace, device in ((self.namespace(node), "eth0"), (self.switch, f"p{node}")):
             # What may pass at once is 1 ms long; more would let small messages pass at no cost.
             burst = f"{max(2000, rate_mbit * 125):.0f}"
             rate = ("rate", f"{rate_mbit:g}mbit", "burst", burst, "latency", "100ms")
@@ -166,22 +166,22 @@ class Nodes:
 
     def _build(self) -> None:
         (self._folder / "resolv.conf").write_text("")  # so that a name which is not known fails at once
-        _do("ip", "netns", "add", self._switch)
-        _do("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-        _do("ip", "-n", self._switch, "link", "set", "br0", "up")
+        _do("ip", "netns", "add", self.switch)
+        _do("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+        _do("ip", "-n", self.switch, "link", "set", "br0", "up")
         for i in range(self._count):
             name = self.namespace(i)
             _do("ip", "netns", "add", name)
-            veth = ("type", "veth", "peer", "name", f"p{i}", "netns", self._switch)
-            _do("ip", "-n", self._switch, "link", "add", "eth0", "netns", name, *veth)
+            veth = ("type", "veth", "peer", "name", f"p{i}", "netns", self.switch)
+            _do("ip", "-n", self.switch, "link", "add", "eth0", "netns", name, *veth)
             _do("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _do("ip", "-n", name, "link", "set", device, "up")
-            _do("ip", "-n", self._switch, "link", "set", f"p{i}", "master", "br0")
-            _do("ip", "-n", self._switch, "link", "set", f"p{i}", "up")
+            _do("ip", "-n", self.switch, "link", "set", f"p{i}", "master", "br0")
+            _do("ip", "-n", self.switch, "link", "set", f"p{i}", "up")
 
     def _remove(self) -> None:
-        for name in [*map(self.namespace, range(self._count)), self._switch]:
+        for name in [*map(self.namespace, range(self._count)), self.switch]:
             _remove_namespace(name)
         shutil.rmtree(self._folder, ignore_errors=True)
 

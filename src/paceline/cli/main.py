@@ -25,7 +25,18 @@ from paceline.launching.rank.script import Become, run_as_main
 from paceline.launching.watcher import JobStuck
 
 # One module per command; each has `register(subparsers)` and is light to import.
-_COMMANDS = ("run", "train", "verify", "checkpoint", "bench", "plan", "profile", "launch", "explain")
+_COMMANDS = (
+    "run",
+    "train",
+    "verify",
+    "checkpoint",
+    "bench",
+    "plan",
+    "profile",
+    "launch",
+    "doctor",
+    "explain",
+)
 _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."
 
 

@@ -1,0 +1,93 @@
+"""Python, torch, CUDA and driver: do they go together, without importing torch.
+
+A torch built for the CPU trains on the CPU beside idle GPUs; one built for a newer CUDA than the driver
+knows finds no device.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.doctor.checks.gpus import count_devices, query
+from paceline.doctor.machine import Checked, Machine, select
+from paceline.finding import Finding
+
+NAME = "versions"
+_LEAST_TORCH = (2, 11)
+_PACKAGES = ("torch", "numpy", "paceline")
+
+
+def check(machine: Machine) -> Checked:
+    """Compare the versions with each other."""
+    facts = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    cuda = _read_cuda()
+    if cuda:
+        facts["torch's CUDA"] = cuda
+    rows = query(machine, "driver_version")
+    if rows:
+        facts["driver"] = rows[0][0]
+    findings = [_check_torch(facts.get("torch")), _check_cuda(machine, cuda)]
+    return Checked(
+        NAME, ", ".join(f"{name} {version}" for name, version in facts.items()), select(findings), facts
+    )
+
+
+def _check_torch(version: str | None) -> Finding | None:
+    if version is None:
+        return _describe("torch is not installed here.", "Everything trains with it.", "Install torch.")
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if numbers >= _LEAST_TORCH:
+        return None
+    least = ".".join(map(str, _LEAST_TORCH))
+    return _describe(
+        f"torch {version}.", f"Paceline needs {least} or later.", f'pip install "torch>={least}"'
+    )
+
+
+def _check_cuda(machine: Machine, cuda: str | None) -> Finding | None:
+    if count_devices(machine) == 0:
+        return None
+    if cuda is None:
+        return _describe(
+            "this machine has NVIDIA GPUs, and torch is built for the CPU.",
+            "Training would run on the CPU beside idle GPUs.",
+            "Install a build of torch for CUDA: https://pytorch.org/get-started/locally",
+        )
+    head = re.search(r"CUDA Version: (\d+)\.(\d+)", machine.run(["nvidia-smi"]) or "")
+    if head is None:
+        return _describe(
+            "this machine has NVIDIA GPUs, and nvidia-smi does not answer.",
+            "Without a driver that works, torch finds no device.",
+            "Install the driver, or load it: modprobe nvidia",
+        )
+    if tuple(map(int, cuda.split(".")[:1])) > (int(head[1]),):
+        return _describe(
+            f"torch is built for CUDA {cuda}, and the driver knows up to {head[1]}.{head[2]}.",
+            "An older driver refuses programs of a newer major version.",
+            f"Update the driver, or install torch for CUDA {head[1]}.",
+        )
+    return None
+
+
+def _read_cuda() -> str | None:
+    """Return the CUDA version of torch's build, from its file."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    with suppress(OSError):
+        text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+        match = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.M)
+        return match[1] if match else None
+    return None
+
+
+def _describe(saw: str, rule: str, fix: str) -> Finding:
+    return Finding("PL979", NAME, saw, rule, fix)
