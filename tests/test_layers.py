@@ -22,6 +22,7 @@ ROWS: list[tuple[str, ...]] = [
     ("torch_seams",),
     ("models", "data"),
     ("place",),
+    ("devices",),
     ("world",),
     ("mesh",),
     ("comm", "memory"),

@@ -44,7 +44,6 @@ class RankPlace:
         master_addr: address where the ranks meet; None in a world of one.
         master_port: the port there; None in a world of one.
         agent_store: whether torchrun's agent hosts the store, rather than rank 0.
-        own_gpu: whether each rank sees only a single GPU of its own.
         cores_per_rank: number of cores that the launcher assigned to each rank, or `None` if unknown.
     """
 
@@ -58,7 +57,6 @@ class RankPlace:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
-    own_gpu: bool = False
     cores_per_rank: int | None = None
 
     def narrow(self, num_ranks: int) -> RankPlace:
@@ -262,9 +260,6 @@ def _from_slurm(env: Mapping[str, str]) -> RankPlace:
         num_nodes=len(per_node),
         master_addr=env.get("MASTER_ADDR") or names[0],
         master_port=_port(env) or _derived_port(f"slurm {job}.{step}"),
-        own_gpu=any(name in env for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
-        and "CUDA_VISIBLE_DEVICES" in env
-        and "," not in env["CUDA_VISIBLE_DEVICES"],
         cores_per_rank=_number(env, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in env else None,
     )
 

@@ -8,7 +8,8 @@ Protocol of a start, in the order of every rank:
    agent has opened it), the others connect. A world of one uses a store inside the process.
 4. Every rank increments a counter and waits until it reaches the world size. A missing rank is then named,
    and does not appear as a connection error in gloo or NCCL.
-5. `init_process_group` on that store, then the seeds.
+5. The ranks agree on their devices (`devices.py`).
+6. `init_process_group` on that store, then the seeds.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from paceline.devices import agree_on_device, choose_alone, see_devices
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, check_interfaces, read_environment, usable_cores
@@ -215,8 +218,9 @@ def start(
 
     Args:
         backend: as for `init_process_group`; default gloo on CPU, `"cpu:gloo,cuda:nccl"` on CUDA.
-        device: `"cpu"`, `"cuda"` (the device of the local rank), or `"auto"`: CUDA if there is
-            a device for every local rank, else CPU.
+        device: `"cpu"`, `"cuda"` (the device of the local rank, or the rank's own if it sees others than the
+            ranks of its node), or `"auto"`: CUDA if any rank sees a device, else CPU. With a backend other
+            than NCCL, ranks may share a device.
         timeout_s: seconds for the ranks to meet, and for every collective.
         seed: of Python's, NumPy's (if imported) and torch's generators, the same on every rank.
         threads_per_rank: threads of one operator on CPU. `"auto"` divides the cores that this process may
@@ -225,28 +229,33 @@ def start(
         num_ranks: make a world of the first ranks, this one among them; the others do not call `start`.
 
     Raises:
-        PacelineError: PL300 to PL304, PL361 and PL362 for a contradictory environment, PL305 to PL308 for
-            device and backend, PL309 to PL312 if the ranks do not meet, PL313, PL314 and PL316 for settings
-            that are out of range, too late, or impossible in a forked rank.
+        PacelineError: PL300 to PL304, PL361 and PL362 for a contradictory environment, PL305 to PL308 and
+            PL324 for device and backend, PL309 to PL312 if the ranks do not meet, PL313, PL314 and PL316 for
+            settings that are out of range, too late, or impossible in a forked rank.
     """
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()
     place = _place_of_group() if joined else read_environment(os.environ)
     place = place if num_ranks is None else place.narrow(num_ranks)
-    where = _pick_device(device, place)
-    names = dist.get_backend() if joined else _pick_backend(backend, where)
     undo = contextlib.ExitStack()
+    where, store = torch.device("cpu"), None
     try:
         if deterministic:
             _make_deterministic(undo)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
+        seen = see_devices(device, backend, place)
         _set_threads(threads_per_rank, place, undo)
-        store: Store | None = None
         hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
-        if not joined:
+        if joined:
+            where, names = choose_alone(seen), str(dist.get_backend())
+        else:
             check_interfaces(os.environ)
             store = _meet(place, timeout_s, hosts=hosts)
+            wait = partial(_await_all, seconds=timeout_s)
+            where = agree_on_device(seen, store, place.rank, place.world_size, wait)
+            names = _pick_backend(backend, where)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        if store is not None:
             _init_group(store, place, names, where, timeout_s)
             if place.world_size > 1:
                 # A gloo connection completes on one rank before it does on its peer. If that rank ended at
@@ -321,39 +330,6 @@ def _check_settings(timeout_s: float, seed: int, threads: int | str) -> None:
 
 
 # ---- device, backend, threads, seeds
-
-
-def _pick_device(device: str, place: RankPlace) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise PacelineError(
-            "PL305",
-            saw=f"device={device!r}.",
-            rule='A device is "auto", "cpu" or "cuda"; which CUDA device follows from the local rank.',
-            fix="To select CUDA devices, set CUDA_VISIBLE_DEVICES.",
-        )
-    if device == "cpu":
-        return torch.device("cpu")
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = 1 if place.own_gpu else place.local_world_size
-    index = 0 if place.own_gpu else place.local_rank
-    if num_devices >= needed:
-        return torch.device("cuda", index)
-    if device == "auto":
-        return torch.device("cpu")
-    if num_devices == 0:
-        raise PacelineError(
-            "PL306",
-            saw='device="cuda", but torch finds no CUDA device.',
-            rule="Each rank on this node needs its own device.",
-            fix='Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES and torch itself '
-            f"(torch {torch.__version__}, CUDA {torch.version.cuda}).",
-        )
-    raise PacelineError(
-        "PL307",
-        saw=f"{needed} ranks on this node, but {num_devices} CUDA devices.",
-        rule="Each rank needs its own device.",
-        fix=f'Start at most {num_devices} ranks per node, or use device="cpu".',
-    )
 
 
 def _pick_backend(backend: str | None, device: torch.device) -> str:

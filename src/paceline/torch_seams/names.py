@@ -84,6 +84,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "checkpoint_wrapper changes the names of parameters",
         ),
     ),
+    "devices": (TorchName("torch.cuda._is_in_bad_fork", "names a fork that has lost CUDA"),),
     "dispatch": (
         TorchName("torch.utils._python_dispatch.TorchDispatchMode", "sees every operation"),
         TorchName("torch.utils._python_dispatch._disable_current_modes", "hides operations from modes"),
