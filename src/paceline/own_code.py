@@ -22,8 +22,8 @@ def library_roots() -> tuple[str, ...]:
     """Return the folders of Python and its packages, each with a separator at its end."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots |= {os.path.realpath(root) for root in roots} | {PACKAGE}
-    return (*(root + os.sep for root in roots), os.path.join(sys.prefix, "bin") + os.sep)
+    roots |= {PACKAGE, os.path.join(sys.prefix, "bin")}
+    return tuple(root + os.sep for root in roots | {os.path.realpath(root) for root in roots})
 
 
 def describe_place(path: str, line: int, function: str) -> str:

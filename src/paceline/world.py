@@ -145,7 +145,7 @@ class World:
         if self.device.type == "cpu" and self.is_main and num_usable > num_threads:
             log.warning(
                 "using %d CPU thread per rank although %d cores per rank are usable: the thread count "
-                "affects the last bits of results, so it is not derived from the number of ranks; pass "
+                "affects the last bits of results, so it is not derived from the number of ranks; set "
                 "threads_per_rank to change it",
                 num_threads,
                 num_usable,

@@ -25,6 +25,7 @@ from paceline.cli.main import build_parser, main
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.launching.ending.endings import RankFailed
+from paceline.recipe import load_recipe
 
 HEAVY = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "plotext", "psutil")
 REPOSITORY = Path(__file__).parents[2]
@@ -77,6 +78,31 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
             main(words)
         assert ended.value.code == 0
         assert capsys.readouterr().out.startswith(f"usage: {' '.join(['paceline', *words[1:]])} ")
+
+
+def test_built_in_recipes_are_listed_printed_and_found_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.toml"))
+    assert main(["recipes"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names
+    for name in names:
+        assert main(["recipes", name]) == 0
+        text = capsys.readouterr().out
+        assert text == (REPOSITORY / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+        assert load_recipe(name) == load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
+    assert main(["recipes", "nothing"]) == 2
+    assert "There are encoder-dropout, gpt-stdlib" in capsys.readouterr().err
+    with pytest.raises(PacelineError, match="PL120"):
+        load_recipe("nothing")
+
+
+def test_a_word_finds_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "interface"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("PL977") for line in lines)
+    assert all("interface" in line.lower() for line in lines)
 
 
 def test_profile_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:

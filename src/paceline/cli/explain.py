@@ -15,7 +15,9 @@ from paceline.errors import PacelineError
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("explain", help="print the page of a code such as PL102")
-    parser.add_argument("code", nargs="?", metavar="CODE", help="a code; without it, all codes are listed")
+    parser.add_argument(
+        "code", nargs="?", metavar="CODE", help="a code, or a word of titles; without it, all are listed"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -31,6 +33,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     code = args.code.strip("[]").upper()
     if code not in pages:
+        named = [
+            f"{code}  {page.title}" for code, page in pages.items() if args.code.lower() in page.title.lower()
+        ]
+        if named:
+            print("\n".join(named))
+            return 0
         near = difflib.get_close_matches(code, pages, n=1)
         raise PacelineError(
             "PL602",

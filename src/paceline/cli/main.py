@@ -35,6 +35,7 @@ _COMMANDS = (
     "profile",
     "launch",
     "doctor",
+    "recipes",
     "explain",
 )
 _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."

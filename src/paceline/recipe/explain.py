@@ -224,13 +224,23 @@ def _explain_unknown(key: str, location: Location) -> PacelineError:
         rule, fix = REMOVED[key]
         return PacelineError("PL100", saw=f"{key} was removed.", rule=rule, fix=fix)
     near = _near(location)
+    elsewhere = [
+        f"{section}.{location[-1]}"
+        for section in Recipe.model_fields
+        if field_at(f"{section}.{location[-1]}")
+    ]
     place = f"[{_without_kind(location)[0]}]" if len(location) > 1 else "A recipe"
     return PacelineError(
         "PL100",
         saw=f"unknown key {key}.",
         rule=f"{place} has {', '.join(_keys_beside(location))}.",
-        fix=f'Did you mean "{near[0]}"?' if near else _advise_kind(location) or "Remove it.",
+        fix=f'Did you mean "{near[0]}"?' if near else _advise_kind(location) or _offer(elsewhere),
     )
+
+
+def _offer(keys: list[str]) -> str:
+    """Return the next move for a key that other sections have."""
+    return f"Did you mean {' or '.join(keys)}?" if keys else "Remove it."
 
 
 def _advise_kind(location: Location) -> str:

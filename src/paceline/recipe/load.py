@@ -18,6 +18,8 @@ from paceline.recipe.removed import drop_removed
 from paceline.recipe.schema import Recipe
 
 # A recipe has about a hundred lines, and its own values are nested three deep.
+BUILT_IN = Path(__file__).parents[1] / "recipes"
+"""The folder of the recipes that come with the package."""
 _MOST_BYTES = 1 << 20
 _MOST_LEVELS = 16
 # Python converts integers of this size to text and to floating point; the schema has narrower bounds.
@@ -36,7 +38,7 @@ def load_recipe(
     If a setting makes the run shorter than the file's warm-up, the warm-up keeps its share of the run.
 
     Args:
-        path: the TOML file.
+        path: the TOML file, or the name of a built-in recipe, such as `gpt-stdlib`.
         settings: `"key=value"` texts (`train.steps=100`) that override the file; values are TOML,
             and what is not TOML is taken as a string. `none` leaves an optional key out.
         remark: called with a sentence about each value that was adapted to the settings.
@@ -47,12 +49,22 @@ def load_recipe(
             value that a recipe cannot hold.
         RecipeErrors: everything wrong with its keys and values.
     """
-    path = Path(path)
+    path = find_recipe(path)
     table = _parse_toml(path, _read_text(path))
     _shorten_warmup(table, settings, remark)
     if of_run:
         drop_removed(table)
     return parse_recipe(table, settings, where=str(path))
+
+
+def find_recipe(path: str | Path) -> Path:
+    """Return a recipe's file: the path, or a built-in recipe's where it is the name of one and no file."""
+    built_in = BUILT_IN / f"{path}.toml"
+    return (
+        built_in
+        if Path(path).name == str(path) and not Path(path).exists() and built_in.exists()
+        else Path(path)
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -63,7 +75,7 @@ def _read_text(path: Path) -> str:
         near = difflib.get_close_matches(
             path.name, [p.name for p in path.parent.glob("*.toml")], n=3, cutoff=0.7
         )
-        hint = "Give the path of a .toml file, for example recipes/gpt-stdlib.toml."
+        hint = "Give the path of a .toml file, or a name that `paceline recipes` lists."
         if near:
             hint = f"Did you mean {' or '.join(str(path.parent / name) for name in near)}?"
         raise PacelineError(
