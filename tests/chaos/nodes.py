@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.launching.etcd_server import EtcdServer
 from tests.launching.launched import Launched, paceline_run, script, torchrun
 from tests.launching.nodes import Nodes, why_no_nodes
 
@@ -42,17 +44,33 @@ class Job:
         launcher: Callable[..., list[str]],
         program: Sequence[str] = (),
         flags: Sequence[str] = ("--max-restarts", "3"),
+        store: str = "folder",
     ) -> None:
+        """Prepare a job; its store is `c10d` on node 0, `etcd` on a node of its own, or a `folder`."""
         self.folder, self.count, self.nnodes, self.launcher = folder, count, nnodes, launcher
         self.program = list(program) or [script("steps.py"), str(folder)]
         self.flags = list(flags)
+        self.store = store
         self.launched: dict[int, Launched] = {}
         self._starts = 0
 
     def __enter__(self) -> Job:
         self._stack = ExitStack()
-        self.nodes = self._stack.enter_context(Nodes(self.count))
+        self.nodes = self._stack.enter_context(Nodes(self.count + 1))
+        if self.store == "etcd":
+            around = partial(self.nodes.command, self.count)
+            host = self.nodes.address(self.count)
+            self._stack.enter_context(EtcdServer(self.folder, host, around=around))
         return self
+
+    def meeting(self) -> list[str]:
+        """Return the flags for the job's store."""
+        place = {
+            "c10d": f"{self.nodes.address(0)}:29501",
+            "etcd": f"{self.nodes.address(self.count)}:2379",
+            "folder": str(self.folder / "meeting"),
+        }
+        return ["--rdzv-backend", self.store, "--rdzv-endpoint", place[self.store]]
 
     def __exit__(self, *error: object) -> None:
         for launched in self.launched.values():
@@ -63,7 +81,7 @@ class Job:
         """Start a node's launcher."""
         words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", *self.flags]
         if "--rdzv-backend" not in words:
-            words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.nodes.address(0)}:29501"]
+            words += self.meeting()
         if "--local-addr" not in words:
             words += ["--local-addr", self.nodes.address(node)]
         words += ["--rdzv-id", name]
@@ -75,7 +93,6 @@ class Job:
             env={
                 "GLOO_SOCKET_IFNAME": interface,
                 "PYTHONWARNINGS": "ignore",
-                "XDG_STATE_HOME": str(self.folder / "notes"),
             },
             around=lambda inner: self.nodes.powered(self.nodes.command(node, inner)),
         )
@@ -226,8 +243,8 @@ FAULTS = [
 class Bench:
     """Tries faults on jobs that survive them if possible: only lost nodes are started again."""
 
-    def __init__(self, launcher: Callable[..., list[str]], limit_s: float) -> None:
-        self._launcher, self._limit_s = launcher, limit_s
+    def __init__(self, launcher: Callable[..., list[str]], limit_s: float, store: str = "folder") -> None:
+        self._launcher, self._limit_s, self._store = launcher, limit_s, store
         self._stack = ExitStack()
         self._job: Job | None = None
 
@@ -251,7 +268,9 @@ class Bench:
             return job
         self._stack.close()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes-chaos-")))
-        self._job = job = self._stack.enter_context(Job(folder, count, f"1:{count}", self._launcher))
+        self._job = job = self._stack.enter_context(
+            Job(folder, count, f"1:{count}", self._launcher, store=self._store)
+        )
         return job if job.restore() else None
 
     def _try(self, job: Job | None, fault: Fault) -> Reading:
@@ -338,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=_LIMIT_S, help="seconds after which a job counts as lost"
     )
+    parser.add_argument("--store", choices=["c10d", "etcd", "folder"], default="folder")
     parser.add_argument("--random", type=int, metavar="N", help="N random faults of a recipe that trains")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument("--minutes", type=float, default=30, help="after which no job of --random begins")
@@ -349,14 +369,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.random is not None:
         from tests.chaos.random_nodes import measure_random
 
-        return measure_random(args.random, args.seed, args.minutes)
+        return measure_random(args.random, args.seed, args.minutes, args.store)
     launcher = torchrun if args.torchrun else paceline_run
-    name = "torchrun, defaults" if args.torchrun else "paceline run, defaults"
+    store = "c10d" if args.torchrun else args.store
+    name = "torchrun, defaults" if args.torchrun else f"paceline run, {store}"
     print(f"{name}\n{_HEAD}", flush=True)
     rows, is_good = [], True
-    with Bench(launcher, args.limit) as bench:
+    with Bench(launcher, args.limit, store) as bench:
         for fault in FAULTS:
-            if args.match not in fault.name:
+            # The job of c10d ends with the node that holds the store, which is number 0 at first.
+            if args.match not in fault.name or (fault.first and store == "c10d"):
                 continue
             readings = [bench.measure(fault) for _ in range(args.times)]
             rows.append(describe(fault, readings))

@@ -33,6 +33,7 @@ SUMMARY = Path(__file__).with_name("nodes-random.txt")
 LAYOUTS = ("dp_replicate", "dp_shard")
 FAULTS_PER_JOB = 15
 NODES = 3
+_MOST_LOSSES = 4
 EPOCHS = 40
 PACE_S = 0.8  # so that no job ends before its faults do
 # For the last steps: without one for this long, and all of them.
@@ -70,6 +71,7 @@ class Faults:
     def __init__(self, job: Job, chance: random.Random, tally: Tally) -> None:
         self._job, self._chance, self._tally = job, chance, tally
         self.state = dict.fromkeys(range(NODES), "up")
+        self.losses = dict.fromkeys(range(NODES), 0)
         self.log: list[str] = []
 
     def strike(self) -> None:
@@ -78,7 +80,13 @@ class Faults:
         up = [node for node, state in self.state.items() if state == "up"]
         ends = ["killed", "power cut", "asked to leave"] if len(up) > 1 else []
         fault = self._chance.choice([*ends, "cut off", "stopped", "rank killed"])
-        node = self._chance.choice(up)
+        # A node that was lost too often is refused, and with c10d, node 0 has the store.
+        store_node = 0 if self._job.store == "c10d" else None
+        may_lose = [node for node in up if self.losses[node] < _MOST_LOSSES and node != store_node]
+        if fault != "rank killed" and not may_lose:
+            fault = "rank killed"
+        node = self._chance.choice(up if fault == "rank killed" else may_lose)
+        self.losses[node] += fault != "rank killed"
         self._note(f"node{node} {fault}")
         self._tally.faults[fault] += 1
         job = self._job
@@ -155,6 +163,7 @@ def run_random(
     per_job: int = FAULTS_PER_JOB,
     after: Callable[[Tally, int], None] = lambda *_: None,
     most_s: float = float("inf"),
+    store: str = "folder",
 ) -> Tally:
     """Do so many faults, in as many jobs as it takes; `after` each, it calls with the number so far.
 
@@ -171,7 +180,7 @@ def run_random(
             begin_s = time.monotonic()
             before, before_late = len(tally.wrong), len(tally.late)
             folder = Path(scratch) / f"job-{number}"
-            log = _run_job(folder, layout, random.Random(f"{seed}-{number}"), wanted, alone, tally)
+            log = _run_job(folder, layout, random.Random(f"{seed}-{number}"), wanted, alone, tally, store)
             tally.jobs[layout] += 1
             is_good = len(tally.wrong) == before
             verdict = "WRONG" if not is_good else "not judged" if len(tally.late) > before_late else "good"
@@ -234,14 +243,13 @@ def train_alone(folder: Path) -> Alone:
 
 
 def _run_job(
-    folder: Path, layout: str, chance: random.Random, count: int, alone: Alone, tally: Tally
+    folder: Path, layout: str, chance: random.Random, count: int, alone: Alone, tally: Tally, store: str
 ) -> list[str]:
     folder.mkdir()
     program = list_program(folder, layout)
-    endpoints = ",".join(f"10.77.0.{10 + node}:29501" for node in range(NODES))
-    flags = ["--max-restarts", "50", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoints]
+    flags = ["--max-restarts", "50"]
     with ExitStack() as stack:
-        job = stack.enter_context(Job(folder, NODES, f"1:{NODES}", paceline_run, program, flags))
+        job = stack.enter_context(Job(folder, NODES, f"1:{NODES}", paceline_run, program, flags, store))
         for node in range(NODES):
             job.start(node)
         faults = Faults(job, chance, tally)
@@ -372,7 +380,7 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure_random(count: int, seed: int, minutes: float) -> int:
+def measure_random(count: int, seed: int, minutes: float, store: str) -> int:
     """Run and write the summary; 1 where something was wrong, or not all faults were done and judged."""
     begin_s, num_done = time.monotonic(), 0
 
@@ -382,7 +390,7 @@ def measure_random(count: int, seed: int, minutes: float) -> int:
         num_done = done
         SUMMARY.write_text(describe(tally, done, seed, time.monotonic() - begin_s))
 
-    tally = run_random(count, seed, after=summarize, most_s=60 * minutes)
+    tally = run_random(count, seed, after=summarize, most_s=60 * minutes, store=store)
     print(SUMMARY.read_text(), end="")
     if num_done < count:
         print(f"{num_done} of {count} faults: the time was over (--minutes {minutes:g})")

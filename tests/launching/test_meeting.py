@@ -93,38 +93,17 @@ def test_torchruns_meet_in_these_ways(way: str, tmp_path: Path) -> None:
 # ---- clocks
 
 
-def skewed(off_s: float, state: str, folder: Path, *words: str) -> list[str]:
-    """Over a file, where torch's rendezvous is used; launchers that meet by TCP never read a wall clock."""
-    meeting = ["--nnodes", "2", *c10d(str(folder / "meeting")), "--local-addr", "localhost"]
-    fast = ["--rdzv-conf", "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    return [
-        sys.executable,
-        script("skewed.py"),
-        str(off_s),
-        state,
-        *meeting,
-        *fast,
-        script("sums.py"),
-        *words,
-    ]
+def skewed(off_s: float, folder: Path, *words: str) -> list[str]:
+    meeting = ["--nnodes", "2", "--rdzv-backend", "folder", "--rdzv-endpoint", str(folder / "meeting")]
+    meeting += ["--rdzv-id", "j", "--local-addr", "localhost"]
+    return [sys.executable, script("skewed.py"), str(off_s), *meeting, script("sums.py"), *words]
 
 
 @pytest.mark.parametrize("off_s", [-60.0, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_nodes_whose_clocks_differ_train_together(off_s: float, tmp_path: Path) -> None:
+    """torch's own reading of heartbeats has one node start alone."""
     # 90 steps of 0.05 s are longer than the 3 s after which a node without a heartbeat is lost.
-    ends = run_both(tmp_path, [skewed(off, "ours", tmp_path, "90") for off in (0.0, off_s)])
+    ends = run_both(tmp_path, [skewed(off, tmp_path, "90") for off in (0.0, off_s)])
     assert [code for code, _ in ends] == [0, 0], ends
     assert all(re.search(r"sum 3 on \d of 2", text) for _, text in ends), ends
-
-
-def test_a_world_below_the_minimum_does_not_train(tmp_path: Path) -> None:
-    """torch's own reading of heartbeats has one node start alone."""
-    with (
-        Launched(tmp_path / "0", skewed(0.0, "torchs", tmp_path)) as right,
-        Launched(tmp_path / "1", skewed(-60.0, "torchs", tmp_path)),
-    ):
-        assert right.wait(100) == 2, right.text
-        assert "world of 1" in right.text
-        assert "at least 2 nodes" in right.text
-        assert "[PL317]" in right.text
-        assert " of 1," not in right.text, "no rank has started"
+    assert not any("the nodes have changed" in text for _, text in ends), ends

@@ -139,6 +139,18 @@ def test_ranks_that_stop_with_others_start_again(tmp_path: Path) -> None:
         assert first.wait(_LIMIT_S) == 0, first.text
 
 
+def test_ranks_that_need_files_of_other_nodes_wait_for_a_node(tmp_path: Path) -> None:
+    """There are no restarts to spend."""
+    meeting = ["--rdzv-backend", "folder", "--rdzv-endpoint", str(tmp_path / "meeting"), "--nnodes", "1:2"]
+    meeting += ["--rdzv-id", "j", "--local-addr", "127.0.0.1", "--rdzv-conf", _FAST]
+    command = paceline_run(*meeting, script("needs_files.py"))
+    with Launched(tmp_path / "first", command) as first:
+        first.wait_for("the files are on nodes that are not here", _LIMIT_S)
+        with Launched(tmp_path / "second", command) as second:
+            assert [first.wait(_LIMIT_S), second.wait(_LIMIT_S)] == [0, 0], first.text + second.text
+        assert "joins; all ranks start again" in first.text
+
+
 @pytest.mark.slow
 def test_ranks_that_stop_by_themselves_end_the_job(tmp_path: Path) -> None:
     """No node joins or leaves, so all launchers pass the code on."""

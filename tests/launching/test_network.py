@@ -310,20 +310,6 @@ def test_ipv6(endpoint: str, machine: Machine) -> None:
     assert (flags.rdzv_conf, flags.local_addr) == ("", "fd00::11")
 
 
-def test_several_servers_of_etcd_are_left_to_torch(machine: Machine) -> None:
-    flags = read_flags("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=a:2379,b:2379")
-    before = {**vars(flags)}
-    assert machine.choose(flags) == {}
-    assert vars(flags) == before
-    assert machine.asked == []
-
-
-def test_one_server_of_etcd_reports_the_route(machine: Machine) -> None:
-    flags = read_flags("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=node0:2379")
-    assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")
-
-
 def test_no_endpoint_is_left_to_torch(machine: Machine) -> None:
     flags = read_flags("--nnodes=2", "--rdzv-backend=c10d")
     assert machine.choose(flags) == {}

@@ -1,27 +1,43 @@
-"""`paceline run --status`: prints the members of a job, its round and its state."""
+"""`paceline run --status`: prints the nodes of a job, its round and its state."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from paceline.launching.members.endpoints import STORES
 
-def print_status(backend: str, endpoint: str, job: str, *, as_json: bool) -> int:
+# A node is there if it beats within this many intervals.
+_BEATS_IN_WAIT = 3
+
+
+def print_status(backend: str, endpoint: str, job: str, *, detect_s: float | None, as_json: bool) -> int:
     """Print the state of the job at an endpoint; return 0, or 1 if there is no such job."""
-    from paceline.launching.members.endpoints import read_endpoints
-    from paceline.launching.members.status import ask_status, find_launchers
+    from paceline.launching.members.status import describe_job
+    from paceline.launching.members.waits import Waits
 
-    by_witness = backend in ("etcd", "folder")
-    endpoints = find_launchers(backend, endpoint, job) if by_witness else read_endpoints(endpoint)
-    report = ask_status(endpoints, job)
+    store = _open(backend, endpoint, job)
+    waits = Waits() if detect_s is None else Waits(detect_s)
+    is_there = backend in STORES or store.is_there()
+    report = describe_job(store, _BEATS_IN_WAIT * waits.beat_s) if is_there else None
     if as_json:
         print(json.dumps({"state": "non-existent"} if report is None else report))
     elif report is None:
-        places = ", ".join(f"{host}:{port}" for host, port in endpoints) or endpoint
-        print(f"job {job}: non-existent (no launcher of it answers at {places})")
+        print(f"job {job}: non-existent (nothing is known of it at {store.name})")
     else:
         print(_describe(job, report))
     return 1 if report is None else 0
+
+
+def _open(backend: str, endpoint: str, job: str) -> Any:
+    from paceline.launching.members.endpoints import read_endpoint
+    from paceline.launching.members.open_store import open_store
+
+    if backend in STORES:
+        return open_store(backend, endpoint, job)
+    from paceline.launching.elastic.tcp_record import TcpRecord
+
+    return TcpRecord(read_endpoint(endpoint), job, None)
 
 
 def _describe(job: str, report: dict[str, Any]) -> str:
@@ -29,16 +45,14 @@ def _describe(job: str, report: dict[str, Any]) -> str:
     if report["least"] == report["most"]:
         nodes = f"{report['most']} nodes"
     lines = [f"job {job}: {report['state']}, round {report['round']}, {nodes}"]
-    rows = [("number", "node", "address", "state", "beats", "last beat")]
+    rows = [("number", "node", "address", "ranks", "state")]
     for member in report["members"]:
         number = "waits" if member["number"] is None else str(member["number"])
-        state = "here" if member["is_here"] else f"lost ({member['why']})" if member["why"] else "lost"
-        beats = "" if member["beats"] is None else str(member["beats"])
-        age = "" if member["age_s"] is None else f"{member['age_s']:.1f} s ago"
-        rows.append((number, member["name"], member["address"], state, beats, age))
+        state = "leaves" if member["is_leaving"] else "here" if member["is_here"] else "silent"
+        rows.append((number, member["name"], member["address"], str(member["ranks"]), state))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         lines.append("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-    if report["role"] != "leading":
-        lines.append("no launcher leads the job now: its nodes are searching for each other")
+    lines += [f"gone: {entry['name']}, {entry['why']}" for entry in report["gone"]]
+    lines += [f"refused: {name}, {why}" for name, why in report["refused"].items()]
     return "\n".join(lines)

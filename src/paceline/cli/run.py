@@ -95,7 +95,9 @@ class _NeedsNoScript(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     if args.status:
-        return print_status(args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, as_json=args.json)
+        return print_status(
+            *(args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id), detect_s=args.detect_s, as_json=args.json
+        )
     import logging
 
     from paceline.launching.ending.endings import PumpLost, RankFailed
@@ -149,13 +151,6 @@ def _run(args: argparse.Namespace) -> None:
                 rule=f"It is a number of seconds, at least {_LEAST_S:g}. Nodes beat six times in --detect-s.",
                 fix=f"Leave --{name} out for the default.",
             )
-    if args.witness is not None and args.rdzv_backend != "c10d":
-        raise PacelineError(
-            "PL380",
-            saw=f"--witness with --rdzv-backend {args.rdzv_backend}.",
-            rule="A witness records the rounds of c10d; etcd and folder are their own witnesses.",
-            fix="Add --rdzv-backend c10d, or leave --witness out.",
-        )
     announce_grace(args)
     place = read_place(args, os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):

@@ -30,12 +30,6 @@ def add_membership_flags(parser: argparse._ActionsContainer) -> None:
         metavar="S",
         help="seconds to wait for nodes that are missing (default 600)",
     )
-    parser.add_argument(
-        "--witness",
-        metavar="PLACE",
-        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
-        "etcd://HOST:PORT or a folder",
-    )
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +41,15 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         help="number of nodes; with a range, the run goes on when nodes join, leave or are lost",
     )
     nodes.add_argument(
-        "--rdzv-endpoint", metavar="HOST[:PORT],...", help="where the nodes meet, the same on all of them"
+        "--rdzv-backend",
+        choices=["c10d", "etcd", "folder"],
+        help="what holds the state of the job: a launcher, an etcd, or a folder of all nodes (default: the "
+        "run's folder if it is on a network's file system, else c10d)",
+    )
+    nodes.add_argument(
+        "--rdzv-endpoint",
+        metavar="PLACE",
+        help="where the nodes meet, the same on all of them: HOST[:PORT] of a node or an etcd, or the folder",
     )
     nodes.add_argument(
         "--rdzv-id", metavar="ID", help="the run's name where they meet (default: the name of the recipe)"
@@ -63,7 +65,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_node_flags(args: argparse.Namespace) -> None:
     """Raise PL607 for flags of several nodes without `--nnodes`."""
-    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "max_restarts", "detect_s", "join_timeout"):
+    for flag in ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "detect_s", "join_timeout"):
         value = getattr(args, flag)
         if value is not None:
             raise PacelineError(
@@ -85,13 +87,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     from paceline.schedulers.target import read_nodes
 
     nodes, nproc = read_nodes(args.nnodes, "--nnodes"), 1 if args.nproc is None else args.nproc
-    if nodes.most > 1 and not args.rdzv_endpoint:
-        raise PacelineError(
-            "PL607",
-            saw=f"--nnodes {args.nnodes} without --rdzv-endpoint.",
-            rule="The nodes meet at the address of one of them.",
-            fix="Add --rdzv-endpoint HOST with the name or address of the first node, on every node.",
-        )
+    meeting = _choose_meeting(args) if nodes.most > 1 else []
     if args.scaling:
         raise PacelineError(
             "PL607",
@@ -112,8 +108,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     ]
     if nodes.most > 1:
         name = args.rdzv_id or Path(args.recipe).stem
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
-        words += [] if args.witness is None else ["--witness", args.witness]
+        words += [*meeting, "--rdzv-id", name]
     words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
     waits = ("grace_s", "detect_s", "join_timeout")
     for flag in (*waits, "profile", "profile_after", "profile_steps"):
@@ -126,6 +121,26 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     words += ["--json"] * args.json
     launch = build_parser().parse_args(words)
     return int(launch.run(launch))
+
+
+def _choose_meeting(args: argparse.Namespace) -> list[str]:
+    """Return the flags for the place where the nodes meet."""
+    from paceline.launching.members.common_disk import find_network_disk
+
+    folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
+    disk = find_network_disk(folder)
+    if disk is not None and args.rdzv_backend is None and args.rdzv_endpoint is None:
+        print_remark(f"the nodes meet in the run's folder, which is on a file system of the network ({disk})")
+        return ["--rdzv-backend", "folder", "--rdzv-endpoint", str(folder / ".rendezvous")]
+    if args.rdzv_endpoint is None:
+        raise PacelineError(
+            "PL607",
+            saw=f"--nnodes {args.nnodes} without --rdzv-endpoint, and {folder} is not known to be common.",
+            rule="The nodes meet at one of them, in an etcd or in a folder that all of them see.",
+            fix="Add --rdzv-endpoint HOST with the name or address of the first node, on every node; or "
+            "--rdzv-backend folder --rdzv-endpoint FOLDER.",
+        )
+    return ["--rdzv-backend", args.rdzv_backend or "c10d", "--rdzv-endpoint", args.rdzv_endpoint]
 
 
 def check_layouts(recipe: Recipe, nodes: Nodes, nproc: int, flag: str) -> None:

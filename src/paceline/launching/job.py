@@ -164,11 +164,11 @@ def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Attemp
     if watcher is None:
         yield
         return
-    before = ranks.on_failure, rounds.on_start
-    ranks.on_failure, rounds.on_start = watcher.note_failure, watcher.meet
+    before = ranks.on_failure, rounds.on_start, rounds.on_loss
+    ranks.on_failure, rounds.on_start, rounds.on_loss = watcher.note_failure, watcher.meet, watcher.note_loss
     watcher.begin(folder, ranks.list_watched)
     try:
         yield
     finally:
         watcher.end()
-        ranks.on_failure, rounds.on_start = before  # ranks may be kept for the next launch
+        ranks.on_failure, rounds.on_start, rounds.on_loss = before  # ranks may be kept for the next launch

@@ -32,7 +32,13 @@ from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.script import Become, Script, check_script
 from paceline.launching.stop import raise_on_signals, read_patience_s, stop_by_signals
-from paceline.launching.verdict import judge, log_restart, may_be_consequence, refuse_lost_output
+from paceline.launching.verdict import (
+    find_missing_files,
+    judge,
+    log_restart,
+    may_be_consequence,
+    refuse_lost_output,
+)
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
@@ -283,6 +289,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
     flags = job.flags
     outcome: list[BaseException] = []
     job.rounds.on_restart = partial(log_restart, job, ranks)
+    job.rounds.find_missing_files = partial(find_missing_files, job, ranks)
     job.rounds.may_be_consequence = partial(may_be_consequence, job, ranks)
 
     def work() -> None:
@@ -290,7 +297,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
             waits = read_waits(config, flags.detect_s, flags.join_timeout)
             code = read_code(job.script.words) if job.script else {}
             folder = read_folder() if job.script and config.min_nodes < config.max_nodes else ""
-            meeting = Meeting(waits, flags.witness, code, folder)
+            meeting = Meeting(waits, code, folder)
             build = partial(RankHandler, ranks, job.build_start)
             run_agent(config, command, args, build, ranks, job.rounds, meeting)
         except BaseException as error:

@@ -147,6 +147,9 @@ class Watcher(Protocol):
     def note_failure(self, rank: int, status: int) -> None:
         """Record that a rank has failed, with this exit code or signal; the others run until this returns."""
 
+    def note_loss(self) -> None:
+        """Record that a node of the job is lost, so that `note_failure` waits no longer for its report."""
+
     def explain_failure(self, died: str = "") -> WatchMessage | None:
         """Return why ranks failed of an error elsewhere; `None` if no such cause is known.
 

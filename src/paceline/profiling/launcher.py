@@ -90,6 +90,10 @@ class RecordingWatcher:
         if self._inner is not None:
             self._inner.note_failure(rank, status)
 
+    def note_loss(self) -> None:
+        if self._inner is not None:
+            self._inner.note_loss()
+
     def explain_failure(self, died: str = "") -> WatchMessage | None:
         """Return the inner watcher's explanation."""
         return None if self._inner is None else self._inner.explain_failure(died)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+)
 
 from paceline.torch_seams.check import checked, set_existing
 
 with checked("elastic"):
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-        _BackendRendezvousStateHolder,
-        _RendezvousExitOp,
+        _Action,
+        _DistributedRendezvousOpExecutor,
+        _RendezvousState,
+        _RendezvousStateHolder,
     )
 
-_LEAVE_S = 5.0
+RoundState = _RendezvousState
+"""The state of a rendezvous: the nodes of its round, and those that wait."""
+RoundStateHolder = _RendezvousStateHolder
+"""The interface through which torch reads and changes that state."""
 
 
 def forget_store(handler: RendezvousHandler) -> None:
@@ -33,62 +44,72 @@ def forget_store(handler: RendezvousHandler) -> None:
         set_existing(handler, "_shared_tcp_store_server", None)
 
 
-def leave_round(handler: RendezvousHandler) -> None:
-    """Take this node out of a dynamic rendezvous: others wait for a node that only ends until its heartbeat
-    has expired.
+class Rounds(DynamicRendezvousHandler):
+    """torch's dynamic rendezvous over a state that the caller holds, with a store for each round.
 
-    Raises:
-        RendezvousError: the others cannot be reached.
-    """
-    if isinstance(handler, DynamicRendezvousHandler):
-        handler._stop_heartbeats()
-        executor: Any = handler._op_executor
-        executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_S)
+    torch beats through this state, and waits for a second between two readings. Here the caller beats, and
+    decides how long to wait.
 
-
-def use_own_clock(handler: RendezvousHandler) -> None:
-    """Make a dynamic rendezvous measure the times of other nodes with this node's clock."""
-    if isinstance(handler, DynamicRendezvousHandler):
-        theirs: Any = handler._state_holder
-        executor: Any = handler._op_executor
-        state = OwnClockState(theirs._backend, theirs._settings)
-        set_existing(handler, "_state_holder", state)
-        set_existing(executor, "_state_holder", state)
-
-
-class OwnClockState(_BackendRendezvousStateHolder):
-    """The rendezvous' state, with the times of other nodes converted to this node's clock.
-
-    A heartbeat's age counts from the time when this node first saw it. The last call counts from the time
-    when this node first saw that enough nodes have met.
+    Args:
+        node: this node; nodes are numbered in their order. It has an attribute `addr`.
+        run_id: of the job.
+        nodes: the least and the most nodes.
+        join_s: longest wait for a round.
+        state: reads and writes the state.
+        pause: waits for a moment between two readings; may raise an error.
+        may_join: whether this node may end the round that runs, to join the next one.
+        open_store: returns the store of the round that was just completed.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._seen: dict[Any, tuple[datetime, float]] = {}
-        self._last_call: tuple[int, float] | None = None
+    def __init__(
+        self,
+        node: Any,
+        run_id: str,
+        nodes: tuple[int, int],
+        join_s: float,
+        state: RoundStateHolder,
+        *,
+        pause: Callable[[], None],
+        may_join: Callable[[], bool],
+        open_store: Callable[[], tuple[Store, TCPStore]],
+    ) -> None:
+        timeout = RendezvousTimeout(join=timedelta(seconds=join_s))
+        settings = RendezvousSettings(run_id, *nodes, timeout, timedelta(days=1), 1)
+        super().__init__(node, settings, "c10d", HashStore(), state)
+        executor = _PatientExecutor(node, state, settings)
+        executor.pause, executor.may_join = pause, may_join
+        set_existing(self, "_op_executor", executor)
+        self._open_store = open_store
 
-    def _sanitize(self) -> None:
-        state = self._state
-        now, now_s = datetime.now(UTC), time.monotonic()
-        beats = dict(state.last_heartbeats)
-        self._seen = {
-            node: self._seen[node] if self._seen.get(node, (None, 0.0))[0] == beat else (beat, now_s)
-            for node, beat in beats.items()
-        }
-        state.last_heartbeats = {
-            node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
-        }
-        super()._sanitize()
-        # Only this node's comparison uses converted times; the state goes back with the times as received.
-        state.last_heartbeats = {node: beats[node] for node in state.last_heartbeats}
-        if state.deadline is None:
-            self._last_call = None
-            return
-        if self._last_call is None or self._last_call[0] != state.round:
-            self._last_call = state.round, now_s
-        left = self._settings.timeout.last_call - timedelta(seconds=now_s - self._last_call[1])
-        state.deadline = now + left
+    def next_rendezvous(self) -> RendezvousInfo:
+        forget_store(self)
+        return super().next_rendezvous()
+
+    def _get_store(self) -> Store:
+        found, self._server = self._open_store()
+        return found
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return self._server
+
+
+class _PatientExecutor(_DistributedRendezvousOpExecutor):
+    """Torch's executor of operations, which waits between two readings as the caller does."""
+
+    pause: Callable[[], None]
+    may_join: Callable[[], bool]
+
+    def run(self, state_handler: Callable[..., Any], deadline: float, update_deadline: Any = None) -> None:
+        def handle(context: Any, until: float) -> Any:
+            action = state_handler(context, until)
+            while action == _Action.SYNC or (action == _Action.ADD_TO_WAIT_LIST and not self.may_join()):
+                self.pause()
+                self._state_holder.sync()
+                self._state = context.state = self._state_holder.state
+                action = state_handler(context, until)
+            return action
+
+        super().run(handle, deadline, update_deadline)
 
 
 class SteppedAgent(LocalElasticAgent):

@@ -42,7 +42,7 @@ _SHARED = "torch.distributed.fsdp._common_utils"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PL449 = "dp_shard is refused with PL449; other layouts work"
 _ALL_ROUNDS = "a restart meets at a store of its own"
-_LEAVES = "a node that leaves is not waited for"
+_ONE_STATE = "rounds are kept in an etcd, a folder or a store, and nodes beat there"
 
 # Autograd nodes that only view, copy or cut their input: no value changes.
 VIEW_NODES = (
@@ -97,15 +97,15 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     "elastic": (
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._bootstrap_store_info", _ALL_ROUNDS),
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._shared_tcp_store_server", _ALL_ROUNDS),
-        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._state_holder", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._op_executor", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._stop_heartbeats", _LEAVES),
-        TorchName(f"{_DYNAMIC}._RendezvousExitOp", _LEAVES),
-        TorchName(f"{_DYNAMIC}._DistributedRendezvousOpExecutor._state_holder", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._backend", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._settings", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._state", "clocks of nodes may differ"),
-        TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._sanitize", "clocks of nodes may differ"),
+        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._op_executor", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._get_store", _ALL_ROUNDS),
+        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._create_tcp_store_server", _ALL_ROUNDS),
+        TorchName(f"{_DYNAMIC}._RendezvousState", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}._RendezvousStateHolder", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}._DistributedRendezvousOpExecutor", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}._DistributedRendezvousOpExecutor._state", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}._DistributedRendezvousOpExecutor._state_holder", _ONE_STATE),
+        TorchName(f"{_DYNAMIC}._Action", _ONE_STATE),
         TorchName(
             "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler",
             "ranks are started by a process that has imported torch",

@@ -1,17 +1,14 @@
-"""Runs `paceline run` with the rendezvous' wall clock off: `skewed.py SECONDS ours|torchs ARGS`.
-
-`torchs`: with torch's own way to tell which nodes live.
-"""
+"""Runs `paceline run` with the rendezvous' wall clock off: `skewed.py SECONDS ARGS`."""
 
 import datetime
 import sys
 
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as theirs
 
-import paceline.torch_seams.elastic as ours
+import paceline.launching.elastic.shared_state as ours
 from paceline.cli.main import main
 
-off_s, state = float(sys.argv[1]), sys.argv[2]
+off_s = float(sys.argv[1])
 
 
 class Skewed(datetime.datetime):
@@ -21,6 +18,4 @@ class Skewed(datetime.datetime):
 
 
 theirs.datetime = ours.datetime = Skewed
-if state == "torchs":
-    ours.OwnClockState = theirs._BackendRendezvousStateHolder
-sys.exit(main(["run", *sys.argv[3:]]))
+sys.exit(main(["run", *sys.argv[2:]]))

@@ -1,12 +1,11 @@
 """torchelastic's agent and rendezvous, with ranks from the keeper.
 
 torch's agent meets the other nodes, assigns ranks, notices when one ends, and restarts them. This file starts
-ranks through the keeper instead of Popen, and fixes three faults of the agent:
+ranks through the keeper instead of Popen, and fixes two faults of the agent:
 
 - In torch 2.13, ranks that are restarted use the store of the round before, where gloo finds the addresses of
   dead processes (pytorch#135712). Here each round gets a store of its own, as torch's own comment in
   `distributed/rendezvous.py` expects.
-- torch does not check how many nodes a rendezvous returned. Here, fewer nodes than the minimum are refused.
 - If nodes come or go, ranks that save and stop together end at the same moment on all nodes. torch's agents
   count that as a failure, unless they were first to notice. Here, a node that is asked to leave announces it,
   and the others start again in the next round, at no cost in restarts. The same holds for ranks that fail
@@ -22,9 +21,8 @@ import inspect
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -34,19 +32,14 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
-from paceline.exit_codes import STOPPED
-from paceline.launching.elastic.members import MembersRendezvous
+from paceline.launching.elastic.members import StoreRendezvous
 from paceline.launching.elastic.rendezvous import Meeting, build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
-from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
-
-_LEAVES = "paceline/leaves/"
-# torch reads the list of waiting nodes once a second.
-_NEWS_S = 3.0
+from paceline.torch_seams.elastic import SteppedAgent
 
 log = logging.getLogger(__name__)
 
@@ -69,19 +62,20 @@ def run_agent(
     Raises:
         ChildFailedError: a rank failed, and no restart is left.
         SignalException: `rounds.asked` was set.
-        PacelineError: PL317 where fewer nodes met than the minimum; PL372 where a node was lost that the job
-            cannot do without; PL373 to PL376 where no round was formed.
+        PacelineError: PL372 where a node was lost that the job cannot do without; PL373 to PL381 and PL386
+            where no round was formed.
     """
 
     def end_ranks() -> None:
+        rounds.on_loss()
         for rank in ranks.running:
             if rank.pid:
                 ranks.kill(rank)
 
     handler, master = build_rendezvous(
-        config, meeting, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
+        config, meeting, on_loss=end_ranks, hold=ranks.hold, is_asked=lambda: rounds.asked is not None
     )
-    if isinstance(handler, MembersRendezvous) and handler.is_elastic:
+    if isinstance(handler, StoreRendezvous) and handler.is_elastic:
         log.info("%s", meeting.waits)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
@@ -113,8 +107,7 @@ def run_agent(
         "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
     takes = inspect.signature(SteppedAgent.__init__).parameters
-    nodes = config.min_nodes, config.max_nodes
-    agent = _Agent(rounds, ranks, nodes, spec=spec, **{n: v for n, v in options.items() if n in takes})
+    agent = _Agent(rounds, ranks, spec=spec, **{n: v for n, v in options.items() if n in takes})
     metrics.initialize_metrics(MetricsConfig(config.metrics_cfg))
     is_asked = False
     try:
@@ -136,35 +129,21 @@ def run_agent(
         # A node that was asked to leave does not close the rendezvous for those that stay.
         if not is_asked:
             handler.shutdown()
-        elif isinstance(handler, MembersRendezvous):
+        elif isinstance(handler, StoreRendezvous):
             handler.leave()
-        else:
-            with suppress(RendezvousError):
-                leave_round(handler)
 
 
 class _Agent(SteppedAgent):
-    def __init__(self, rounds: Attempts, ranks: Ranks, nodes: tuple[int, int], **options: Any) -> None:
+    def __init__(self, rounds: Attempts, ranks: Ranks, **options: Any) -> None:
         super().__init__(**options)
         self._rounds = rounds
         self._ranks = ranks
-        self._min_nodes, self._max_nodes = nodes
         handler = options["spec"].rdzv_handler
-        self._members = handler if isinstance(handler, MembersRendezvous) else None
+        self._members = handler if isinstance(handler, StoreRendezvous) else None
 
     def meet(self, group: WorkerGroup) -> None:
         handler = group.spec.rdzv_handler
-        forget_store(handler)
         self._meet_until_complete(group)
-        num_nodes = group.group_world_size or 0
-        if num_nodes < self._min_nodes:
-            raise PacelineError(
-                "PL317",
-                saw=f"The rendezvous ({handler.get_backend()}) formed a world of {num_nodes}; --nnodes "
-                f"needs at least {self._min_nodes} nodes.",
-                rule="On fewer nodes, training would have other results, or the layout would not fit.",
-                fix="Check that all nodes run the same command and that their clocks agree, and start again.",
-            )
         if handler.get_backend() == "static" and self._rounds.number >= 0:
             self._renew_static_store(group)
 
@@ -200,57 +179,39 @@ class _Agent(SteppedAgent):
         return super().start_ranks(group)
 
     def poll_ranks(self, group: WorkerGroup) -> RunResult:
+        members = self._members
         if self._rounds.asked is not None:
-            self._announce_leave(group)
+            if members is not None:
+                # Before its ranks get the signal, and stop with all others.
+                members.announce_leave()
             raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
         result = super().poll_ranks(group)
-        if self._members is None:
-            if self._stopped_for_others(group, result):
-                self.restart_ranks(group)
-                return RunResult(WorkerState.HEALTHY)
+        if members is None:
             return result
-        if self._members.lost and not self._members.is_elastic and result.state != WorkerState.SUCCEEDED:
-            raise _build_loss_error(self._members)
-        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and self._is_by_others():
+        has_failed = result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED)
+        if has_failed and members.news is None and self._rounds.may_be_consequence():
+            members.await_news(members.detection_s)
+        if members.lost and not members.is_elastic and result.state != WorkerState.SUCCEEDED:
+            raise _build_loss_error(members)
+        if has_failed and members.is_elastic and members.news is None:
+            self._await_files(members)
+        if has_failed and members.is_elastic and members.news is not None:
             return RunResult(WorkerState.HEALTHY)  # the agent then asks num_nodes_waiting()
         return result
 
-    def _announce_leave(self, group: WorkerGroup) -> None:
-        """Announce that this node leaves, before its ranks get the signal and stop with all others."""
-        if self._members is not None:
-            self._members.announce_leave()
+    def _await_files(self, members: StoreRendezvous) -> None:
+        """Wait for a node to join if the ranks failed because they need the files of nodes that are not here.
+
+        Raises:
+            PacelineError: the ranks' error, if none joins in time.
+        """
+        error = self._rounds.find_missing_files()
+        if error is None or not members.has_room:
             return
-        store: Any = group.store
-        with suppress(RuntimeError):  # the store may have gone
-            store.set(f"{_LEAVES}{group.group_rank}", "1")
-
-    def _is_by_others(self) -> bool:
-        """Return whether ranks failed because the nodes have changed; wait until that is known."""
-        assert self._members is not None
-        if not self._members.is_elastic or self._members.news is not None:
-            return self._members.is_elastic
-        return self._rounds.may_be_consequence() and self._members.await_news(self._members.detection_s)
-
-    def _stopped_for_others(self, group: WorkerGroup, result: RunResult) -> bool:
-        """Return whether ranks of an elastic job have saved and stopped because nodes come or go."""
-        if self._min_nodes == self._max_nodes or not result.is_failed():
-            return False
-        if any(failure.exitcode != STOPPED for failure in result.failures.values()):
-            return False
-        store: Any = group.store
-        others = set(range(group.group_world_size or 1)) - {group.group_rank}
-        deadline = time.monotonic() + _NEWS_S
-        while self._rounds.asked is None and time.monotonic() < deadline:
-            try:
-                leaves = any(store.check([f"{_LEAVES}{node}"]) for node in others)
-            except RuntimeError:  # the node that has the store was the one to leave
-                return True
-            if leaves:
-                return True
-            if group.spec.rdzv_handler.num_nodes_waiting() > 0:
-                return True
-            time.sleep(0.1)
-        return False
+        log.warning("%s", error)
+        log.warning("the files are on nodes that are not here; the ranks start again when a node joins")
+        if not members.await_news(members.join_s) and self._rounds.asked is None:
+            raise error
 
     def restart_ranks(self, group: WorkerGroup) -> None:
         news = None if self._members is None else self._members.news
@@ -268,7 +229,7 @@ class _Agent(SteppedAgent):
             self._members.finish()
 
 
-def _build_loss_error(members: MembersRendezvous) -> PacelineError:
+def _build_loss_error(members: StoreRendezvous) -> PacelineError:
     error = PacelineError(
         "PL372",
         saw=f"{members.news}. The ranks of this node were ended.",

@@ -1,113 +1,106 @@
-"""The rendezvous of a job's launchers, on top of `members`: torchelastic's interface to their rounds.
+"""The rendezvous of a job's launchers: torch's rounds over a store, with beats beside them.
 
-torch's own rendezvous keeps its state in one store on the node of the endpoint, and the job ends with that
-node. It also compares the clocks of different nodes. Here the launchers agree among themselves
-(`members/membership.py`). Each round has a store of its own, on its node number 0.
+torch's `DynamicRendezvousHandler` forms the rounds (`shared_state.py` keeps its state), and a thread beats
+(`members/pulse.py`). Each round has a store for its ranks, on its node number 0. While a round runs, this
+launcher follows the record: it ends its ranks as soon as a node of the round is lost, and asks them to stop
+together where nodes come or leave.
+
+Launchers do not talk to each other, so they have no port of their own.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import secrets
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousInfo,
-    RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 
 from paceline.errors import PacelineError
-from paceline.launching.members.membership import Membership
-from paceline.launching.members.note import find_note
-from paceline.launching.members.records import Address, Message, Terms
-from paceline.launching.members.wire import Wire, listen
-from paceline.launching.members.witness import Witness, WitnessThread
-from paceline.launching.members.world import Member, NodeWorld, Waits
+from paceline.launching.elastic.one_node import shares_store
+from paceline.launching.elastic.shared_state import SharedState
+from paceline.launching.members import store as stores
+from paceline.launching.members.pulse import DONE, Pulse, change_record
+from paceline.launching.members.record import Node, Record, Terms
+from paceline.launching.members.reports import explain_lost_store, explain_store, explain_wait
+from paceline.launching.members.waits import Waits
+from paceline.torch_seams.elastic import Rounds
 
 log = logging.getLogger(__name__)
 
 _FINISH_S = 300.0  # as torchelastic's exit barrier
 _STORE_S = 20.0
+_PAUSE_S = 0.1
+_LEFT = "it was asked to leave"
 
 
-class MembersRendezvous(RendezvousHandler):
+@dataclass(frozen=True)
+class Formed:
+    """A round that this node takes part in: its number, and the nodes in the order of theirs."""
+
+    round: int
+    nodes: tuple[Node, ...]
+
+
+class StoreRendezvous(RendezvousHandler):
     """A launcher's access to the rounds of its job.
 
-    Args:
-        terms: of the job.
-        waits: all waits.
-        address: of this node, as the others reach it.
-        endpoints: where launchers ask for the job.
-        own: the endpoint that is this node's; with the first one, it begins the job if nobody knows of it.
-            Without endpoints, launchers find each other through the witness, and any may begin the job.
-        witness: the record of the rounds, or None.
+    Attributes:
         is_elastic: whether ranks start again if the nodes change; else the loss of a node ends the job.
+
+    Args:
+        job: its name.
+        open_store: opens its store; may take long, and raise a PacelineError.
+        terms: of this node.
+        waits: all waits.
+        me: this launcher.
+        is_elastic: see above.
         on_loss: called as soon as a node of the round is lost, to end the ranks; in a thread of its own.
+        hold: lets this node's ranks run until some time of the monotonic clock.
         is_asked: whether this launcher was asked to stop.
     """
 
     def __init__(
         self,
+        job: str,
+        open_store: Callable[[Callable[[], None]], stores.Store],
         terms: Terms,
         waits: Waits,
-        address: str,
-        endpoints: list[Address],
+        me: Node,
         *,
-        own: Address | None,
         is_elastic: bool,
         on_loss: Callable[[], None],
+        hold: Callable[[float], None],
         is_asked: Callable[[], bool],
-        witness: Witness | None = None,
     ) -> None:
-        self._terms, self._waits, self._address = terms, waits, address
-        self._on_loss, self._is_asked = on_loss, is_asked
+        self._job, self._open_store, self._terms, self._waits, self._me = job, open_store, terms, waits, me
+        self._on_loss, self._hold, self._is_asked = on_loss, hold, is_asked
         self.is_elastic = is_elastic
         self._changed = threading.Condition()
-        self._formed: NodeWorld | None = None
-        self._error: PacelineError | None = None
-        self._is_closed = self._has_failed = self._has_finished = False
-        self._has_trained = self._has_warned = self._has_warned_of_twins = False
-        self._store: TCPStore | None = None
-        self.news: str | None = None
-        self.lost = False
-        listener, has_own = _listen(address, own)
-        founds = own == endpoints[0] and has_own if endpoints else True
-        self._taken = own if own is not None and not has_own else None
-        self._note = find_note(terms, endpoints[0]) if founds and endpoints and witness is None else None
-        noted = None if self._note is None else self._note.read()
-        if noted is not None and self._note is not None:
-            names = ", ".join(map(str, noted.members))
-            log.info(
-                "this job was started here before: its round %d had %s (%s); it goes on when these answer or "
-                "are known to have ended",
-                *(noted.round, names, self._note.path),
-            )
-        port = listener.getsockname()[1]
-        self._me = Member(secrets.token_hex(8), socket.gethostname(), address, port)
-        self._wire = Wire(listener, waits.beat_s / 5)
-        self._witness = None if witness is None else WitnessThread(witness, self._me, self._wire.post)
-        self._membership = Membership(
-            *(self._me, terms, waits, self._wire, self, time.monotonic()),
-            endpoints=endpoints,
-            founds=founds,
-            witness=self._witness,
-            noted=noted,
-        )
-        if self._witness is not None:
-            self._witness.start(self._membership)
-        self._wire.start(self._membership)
+        self._store: stores.Store | None = None
+        self._record = Record()
+        self._formed: Formed | None = None
+        self._news: str | None = None
+        self._lost = self._has_failed = self._has_finished = self._has_warned = self._is_leaving = False
+        self._newcomers: tuple[list[str], float] = ([], 0.0)
+        self._refused: set[str] = set()
+        self._beat_s = self._began_s = time.monotonic()
+        self._trouble: tuple[str, float] | None = None
+        self.is_meeting = True
+        self.formed_round = 0
 
     # ---- torchelastic's interface
 
@@ -119,220 +112,338 @@ class MembersRendezvous(RendezvousHandler):
         return shares_store()
 
     def get_run_id(self) -> str:
-        return self._terms.job
+        return self._job
 
     def is_closed(self) -> bool:
-        return self._is_closed
+        return bool(self._record.ended)
 
     def set_closed(self) -> None:
-        self._wire.post(self._membership.close)
+        self._end_job("failed")
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the round is over, for which the agent starts its ranks again and counts no restart."""
-        return int(self.is_elastic and self.news is not None and not self._is_closed)
+        return int(self.is_elastic and self.news is not None)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._began_s, self.is_meeting = time.monotonic(), True
+        if self._store is None:
+            self._store = self._open_store(self._pause)
+            self._pulse = Pulse(self._store, self._me, self._waits, self)
+            self._pulse.start()
+            self._state = SharedState(self._store, self._me, self._terms, self._waits, self._pause)
+            self._me = self._state.me
+            self._rounds = Rounds(
+                *(self._state.node, self._job, (self._terms.least, self._terms.most), self._waits.join_s),
+                self._state,
+                pause=self._pause,
+                may_join=self._state.may_join,
+                open_store=self._open_round_store,
+            )
         # The node that becomes number 0 hosts the round's store.
         timeout = timedelta(seconds=_STORE_S)
-        own = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        offer: Message = {"store_port": own.port, "master_port": own.port}
-        if not self.use_agent_store:
-            offer["master_port"] = find_free_port()
-        world = self._await_world(offer)
-        if self._note is not None:
-            self._note.write(world)
-        first, number = world.members[0], world.find(self._me.key)
-        if number == 0:
-            self._store = own
-        else:
-            del own
-            self._store = TCPStore(
-                first.address, world.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
-        where = RendezvousStoreInfo(first.address, world.master_port)
-        store = PrefixStore(f"torchelastic/{world.round}", self._store)
-        return RendezvousInfo(store, number, len(world.members), where)
+        own = TCPStore(self._me.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._own, self._state.me = own, replace(self._me, port=own.port)
+        try:
+            return self._rounds.next_rendezvous()
+        except RendezvousTimeoutError:
+            raise self._fail(explain_wait(self._waits, self._terms, self._record, self._me.key)) from None
+        except RendezvousClosedError:
+            if self._formed is None and not self._is_asked():
+                raise RendezvousGracefulExitError("the job has ended without this node") from None
+            raise
+        except PacelineError as error:
+            raise self._fail(error) from None
 
     def shutdown(self) -> bool:
         """End this node's part; if its ranks have not succeeded, end the job for all nodes."""
-        self._wire.post(self._membership.leave if self._has_finished else self._membership.close)
-        self._end()
+        if not self._has_finished:
+            self._end_job("failed")
+        self._leave()
         return True
 
     # ---- for the agent
 
-    def announce_leave(self) -> None:
-        """Announce that this node leaves; its ranks may still take part in a last step of all."""
-        self._wire.post(self._membership.leave)
-
-    def leave(self) -> None:
-        """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
-        self._wire.post(self._membership.leave)
-        self._end()
-        world = self._membership.world
-        if self._note is not None and world is not None and world.members == (self._me,):
-            self._note.remove()
-
-    def _end(self) -> None:
-        self._wire.end()
-        if self._witness is not None:
-            self._witness.end()
-
-    def await_news(self, seconds: float) -> bool:
-        """Wait until the round is over for another reason than this node's ranks; return whether it is."""
+    @property
+    def news(self) -> str | None:
+        """Why the round is over for another reason than this node's ranks; `None` if it is not."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.news is not None or self._is_closed, seconds) and bool(
-                self.news
-            )
+            self._note_silence(time.monotonic())
+            return self._news
+
+    @property
+    def lost(self) -> bool:
+        """Whether the round is over because a node is lost."""
+        return self.news is not None and self._lost
 
     @property
     def round(self) -> int:
         """The number of the latest round, the same on all of its nodes."""
-        with self._changed:
-            return 0 if self._formed is None else self._formed.round
+        return self.formed_round
+
+    @property
+    def has_room(self) -> bool:
+        """Whether further nodes may join the round."""
+        return len(self._record.numbers) < self._terms.most
+
+    @property
+    def join_s(self) -> float:
+        """The longest wait for nodes that are missing."""
+        return self._waits.join_s
 
     @property
     def detection_s(self) -> float:
         """The time after which a lost node is known to be lost."""
         return self._waits.detect_s + 3 * self._waits.beat_s
 
+    def await_news(self, seconds: float) -> bool:
+        """Wait until the round is over for another reason than this node's ranks; return whether it is."""
+        end_s = time.monotonic() + seconds
+        with self._changed:
+            while not (self._news or self._record.ended or self._is_asked()) and time.monotonic() < end_s:
+                self._changed.wait(_PAUSE_S)
+                self._note_silence(time.monotonic(), is_failing=True)
+            return self._news is not None
+
+    def announce_leave(self) -> None:
+        """Announce that this node leaves; its ranks may still take part in a last step of all."""
+        if self._is_leaving or self._store is None:
+            return
+        self._is_leaving = True
+        ends = self._holds_store()
+
+        def change(record: Record) -> bool:
+            if self._me.key in record.numbers and self._me.key not in record.leaving:
+                record.leaving.append(self._me.key)
+            if self._me.key in record.expected:
+                record.expected.remove(self._me.key)
+            record.ended = "left" if ends and len(record.nodes) > 1 else record.ended
+            return True
+
+        self._change(change)
+
+    def leave(self) -> None:
+        """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
+        self._leave()
+
     def finish(self) -> None:
         """Wait until the ranks of the other nodes have succeeded too, or their nodes are lost."""
-        self._has_finished = True
-        self._wire.post(self._membership.finish)
+        self._has_finished = self._pulse.has_finished = True
         end_s = time.monotonic() + _FINISH_S
-        with self._changed:
-            while not (self._is_closed or self.lost or self._is_asked()) and time.monotonic() < end_s:
-                self._changed.wait(0.1)
+        while not (self._record.ended or self.lost or self._is_asked()) and time.monotonic() < end_s:
+            if self._have_all_finished():
+                self._end_job("done")
+                return
+            time.sleep(self._waits.beat_s / 2)
 
-    def _await_world(self, offer: Message) -> NodeWorld:
-        with self._changed:
-            self._formed = None
-        self._wire.post(lambda: self._membership.want_round(offer, time.monotonic()))
-        began_s = time.monotonic()
-        with self._changed:
-            while (world := self._read_formed()) is None:
-                if self._error is not None:
-                    self._error.exit_code = 1 if self._has_trained else 2
-                    raise self._error
-                self._refuse_stranger(began_s)
-                if self._is_closed and not (self._has_failed or self._has_trained):
-                    raise RendezvousGracefulExitError("the job has ended without this node")
-                if self._is_closed or self._is_asked():
-                    raise RendezvousClosedError
-                self._changed.wait(0.1)
-            return world
+    # ---- the end
 
-    def _refuse_stranger(self, began_s: float) -> None:
-        """Raise PL379 if the port of the endpoint is taken, and not by a launcher of this job."""
-        member = self._membership
-        is_alone = member.role == "seeking" and member.world is None
-        if self._taken and is_alone and time.monotonic() - began_s > 3 * self._waits.detect_s:
-            raise PacelineError(
-                "PL379",
-                saw=f"Port {self._taken[1]} of this node is taken, and what listens there does not answer as "
-                f"a launcher of the job {self._terms.job!r}.",
-                rule="The launcher on the node of --rdzv-endpoint listens at its port.",
-                fix="Choose a free port, the same on all nodes (ss -ltnp lists the processes that hold "
-                "ports).",
+    def _have_all_finished(self) -> bool:
+        assert self._store is not None
+        keys = [key for key in self._record.numbers if key != self._me.key]
+        try:
+            return all((beat or b"").endswith(DONE.encode()) for beat in self._store.read_beats(keys))
+        except stores.StoreError:
+            return False
+
+    def _end_job(self, how: str) -> None:
+        def change(record: Record) -> bool:
+            is_new = not record.ended and self._me.key in record.nodes
+            record.ended = how if is_new else record.ended
+            return is_new
+
+        self._change(change)
+
+    def _leave(self) -> None:
+        """Take this node out of the record; the node with the store waits until the others have read it."""
+
+        def change(record: Record) -> bool:
+            if self._me.key in record.nodes:
+                record.remove(self._me.key, _LEFT, is_lost=False)
+                return True
+            return False
+
+        if self._store is None:
+            return
+        self._pulse.end()
+        self._change(change)
+        end_s = time.monotonic() + self._waits.detect_s
+        while self._holds_store() and self._record.nodes and time.monotonic() < end_s:
+            time.sleep(self._waits.beat_s / 2)
+            self._change(lambda record: False)
+
+    def _change(self, change: Callable[[Record], bool]) -> None:
+        """Change the record if the store answers soon; the store may keep a call waiting."""
+
+        def note(record: Record) -> bool:
+            has_changed = change(record)
+            self._record = record
+            return has_changed
+
+        def work() -> None:
+            assert self._store is not None
+            try:
+                change_record(self._store, note)
+            except stores.StoreError as error:
+                log.debug("the record was not changed: %s", error)
+
+        if self._store is not None:
+            thread = threading.Thread(target=work, name="paceline-record", daemon=True)
+            thread.start()
+            thread.join(self._waits.detect_s)
+
+    def _holds_store(self) -> bool:
+        return bool(getattr(self._store, "is_host", False))
+
+    # ---- meeting
+
+    def _pause(self, trouble: stores.StoreError | None = None) -> None:
+        """Wait for a moment for other nodes, or for the store.
+
+        Raises:
+            RendezvousClosedError: this launcher was asked to stop.
+            PacelineError: PL372 or PL381 if the store does not answer.
+        """
+        if self._is_asked():
+            raise RendezvousClosedError
+        waited_s = time.monotonic() - self._began_s
+        if trouble is not None:
+            name = "" if self._store is None else self._store.name
+            is_lost = hasattr(self._store, "is_host") and self.formed_round > 0
+            if is_lost and (trouble.is_final or waited_s > self._waits.detect_s):
+                raise explain_lost_store(name, str(trouble))
+            if trouble.is_final or waited_s > self._waits.join_s:
+                raise explain_store(name, str(trouble), None if trouble.is_final else self._waits.join_s)
+        time.sleep(_PAUSE_S)
+
+    def _fail(self, error: PacelineError) -> PacelineError:
+        if error.exit_code == 2 and self.formed_round > 0:
+            error.exit_code = 1
+        return error
+
+    def _open_round_store(self) -> tuple[Store, TCPStore]:
+        """Note the round that was formed, and open its store."""
+        record = self._state.record
+        formed = Formed(record.round, tuple(record.members))
+        first = formed.nodes[0]
+        with self._changed:
+            self._formed, self._news, self._lost = formed, None, False
+            self._record, self._newcomers = record, ([], 0.0)
+            self.formed_round, self.is_meeting = formed.round, False
+        self._report(formed)
+        if first.key == self._me.key:
+            server = self._own
+        else:
+            timeout = timedelta(seconds=_STORE_S)
+            server = TCPStore(
+                first.address, first.port, is_master=False, wait_for_workers=False, timeout=timeout
             )
+        del self._own
+        return PrefixStore(f"torchelastic/{formed.round}", server), server
 
-    def _read_formed(self) -> NodeWorld | None:
-        return self._formed
-
-    # ---- called by the membership, in its thread
-
-    def formed(self, world: NodeWorld) -> None:
-        with self._changed:
-            number = world.find(self._me.key)
-            names = ", ".join(map(str, world.members))
-            count = len(world.members)
-            log.info(
-                "round %d on %d node%s: %s; this one is number %d",
-                *(world.round, count, "" if count == 1 else "s", names, number),
-            )
-            may_part = count == 2 and self._terms.least == 1 and self._witness is None
-            if may_part and len(set(map(str, world.members))) == 2 and not self._has_warned:
-                self._has_warned = True
-                first, second = world.members
-                log.info(
-                    "if %s is lost, %s goes on; if %s is lost, %s goes on only if that launcher is known to "
-                    "have ended",
-                    *(second, first, first, second),
+    def _report(self, formed: Formed) -> None:
+        count = len(formed.nodes)
+        number = [node.key for node in formed.nodes].index(self._me.key)
+        names = ", ".join(map(str, formed.nodes))
+        log.info(
+            "round %d on %d node%s: %s; this one is number %d",
+            *(formed.round, count, "" if count == 1 else "s", names, number),
+        )
+        for node in formed.nodes if number == 0 else ():
+            if node.nproc != self._me.nproc:
+                log.warning(
+                    "%s starts %d rank%s and this node %d (--nproc-per-node): the layout must fit their sum",
+                    *(node, node.nproc, "" if node.nproc == 1 else "s", self._me.nproc),
                 )
-            self._warn_of_twins(world)
-            self.news, self.lost = None, False
-            self._formed, self._has_trained = world, True
-            self._changed.notify_all()
-
-    def _warn_of_twins(self, world: NodeWorld) -> None:
-        """Warn once of several launchers on one machine, unless all nodes are this machine on purpose."""
-        machines = Counter((m.name, m.address) for m in world.members if not _is_loopback(m.address))
-        twins = [f"{name} ({address})" for (name, address), count in machines.items() if count > 1]
-        if twins and not self._has_warned_of_twins:
-            self._has_warned_of_twins = True
+            if node.folder != self._me.folder:
+                log.warning(
+                    "%s has a working folder of its own: what a script saves there is lost with that node. "
+                    "Ranks that find no file of a run that has saved must fail, and not begin anew "
+                    "(docs/run.md)",
+                    node,
+                )
+        machines = Counter((node.name, node.address) for node in formed.nodes)
+        local = ("localhost", "::1", "127.")
+        twins = [
+            f"{name} ({address})"
+            for (name, address), of_it in machines.items()
+            if of_it > 1 and not address.startswith(local)
+        ]
+        if twins and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "%s has several launchers of this job, whose ranks share its devices; start one per node",
                 ", ".join(twins),
             )
 
-    def over(self, reason: str, *, lost: bool) -> None:
+    # ---- called in the thread of the beats
+
+    def heard(self, record: Record, sent_s: float) -> None:
+        """Follow the record: find out whether the round is over."""
         with self._changed:
-            self.news, self.lost = self.news or reason, self.lost or lost
+            self._note_silence(sent_s)
+            self._beat_s, self._trouble = sent_s, None
+            self._hold(sent_s + self._waits.held_s)
+            self._record = record
+            formed = self._formed
+            if formed is not None and not self.is_meeting and self._news is None and not record.ended:
+                self._compare(formed, record, sent_s)
             self._changed.notify_all()
+        for name in record.refused.keys() - self._refused if self._pulse.is_leading else ():
+            log.warning("%s was refused: %s", name, record.refused[name])
+        self._refused |= record.refused.keys()
+
+    def missed(self, trouble: str) -> None:
+        """Note that the store does not answer."""
+        with self._changed:
+            self._trouble = self._trouble or (trouble, time.monotonic())
+
+    def _compare(self, formed: Formed, record: Record, now: float) -> None:
+        if record.round != formed.round or self._me.key not in record.numbers:
+            if not self._is_leaving:
+                self._end_round("other nodes have gone on without this one", lost=True)
+            return
+        keys = {node.key for node in formed.nodes}
+        newcomers = [key for key in record.waiting if key not in keys]
+        if newcomers != self._newcomers[0]:
+            self._newcomers = (newcomers, now)
+        has_begun = False
+        for node in formed.nodes:
+            why = record.gone.get(node.key, ("", ""))[1]
+            if node.key in record.leaving and node.key != self._me.key:
+                self._end_round(f"{node} left: {_LEFT}")
+            elif node.key not in record.numbers and why not in ("", DONE):
+                self._end_round(f"{node} {'left' if why == _LEFT else 'is lost'}: {why}", lost=why != _LEFT)
+            has_begun |= node.key not in record.numbers and not why
+        # Several that come together join at once.
+        if newcomers and (has_begun or now >= self._newcomers[1] + 2 * self._waits.beat_s):
+            names = ", ".join(str(record.nodes[key]) for key in newcomers)
+            self._end_round(f"{names} {'joins' if len(newcomers) == 1 else 'join'}")
+        elif has_begun:
+            self._end_round("the ranks of another node failed")
+
+    def _note_silence(self, now: float, *, is_failing: bool = False) -> None:
+        """End the round if the store has been silent for so long that the ranks are ended.
+
+        If ranks fail, a lost store is a reason for it much sooner.
+        """
+        if self.is_meeting or self._news is not None or self._store is None:
+            return
+        name = self._store.name
+        if now - self._beat_s > self._waits.held_s:
+            why = f": {self._trouble[0]}" if self._trouble else ""
+            text = f"no beat of this node reached the store {name} for {now - self._beat_s:.0f} s{why}"
+            self._end_round(text, lost=True)
+        elif is_failing and self._trouble and now - self._trouble[1] > self._waits.detect_s / 2:
+            self._end_round(f"the store {name} does not answer: {self._trouble[0]}", lost=True)
+
+    def _end_round(self, reason: str, *, lost: bool = False) -> None:
+        self._news, self._lost = self._news or reason, self._lost or lost
+        self._changed.notify_all()
         if lost:
-            # Ranks of a world that has lost a node can only wait. Not in this thread, which has to beat.
+            # Ranks of a world that has lost a node can only wait.
             threading.Thread(target=self._on_loss, name="paceline-loss", daemon=True).start()
 
-    def closed(self, *, failed: bool) -> None:
-        if self._note is not None:
-            self._note.remove()
-        with self._changed:
-            self._is_closed, self._has_failed = True, failed
-            self._changed.notify_all()
 
-    def failed(self, error: PacelineError) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-
-def _listen(address: str, own: Address | None) -> tuple[socket.socket, bool]:
-    """Return where this launcher listens, and whether that is its endpoint.
-
-    Of several launchers on the machine of the endpoint, the first to take the port has it.
-    """
-    if own is not None:
-        host, port = own
-        everywhere = "::" if ":" in _resolve(host) else "0.0.0.0"
-        # Other nodes may know this one under another address than it does itself.
-        place = address if _resolve(host) == _resolve(address) else everywhere
-        try:
-            return listen(place, port), True
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    return listen(address, 0), False
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "localhost" or address.startswith("127.") or address == "::1"
-
-
-def _resolve(host: str) -> str:
-    with suppress(OSError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
-    return host
-
-
-def shares_store() -> bool:
-    """Return whether ranks use the launcher's store, by torch's variable."""
-    return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-
-
-def find_free_port() -> int:
-    """Return a port that was free a moment ago, on all interfaces."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def build_node(address: str, nproc: int, folder: str) -> Node:
+    """Return this launcher, as the others know it."""
+    return Node(secrets.token_hex(8), socket.gethostname(), address, nproc=nproc, folder=folder)

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _DEFAULT_PORT = 29500
-WITNESSES = ("etcd", "folder")
-"""Backends whose endpoint is a witness: launchers find each other there, and each needs its own address."""
 
 
 def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: MutableMapping[str, str]) -> None:
@@ -49,19 +47,14 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     endpoint = host = flags.rdzv_endpoint
     if not endpoint and flags.rdzv_backend == "static":
         host = flags.master_addr
-    elif flags.rdzv_backend == "folder":
+    elif flags.rdzv_backend == "folder" or "store_type=file" in flags.rdzv_conf:
         host = socket.gethostname()
     elif flags.rdzv_backend == "etcd":
         host = _find_resolving([host for host, _ in read_endpoints(endpoint.rpartition("://")[2])])
-    elif flags.rdzv_backend == "c10d" and "," in endpoint:
-        host = _find_resolving([host for host, _ in read_endpoints(endpoint)])
     elif ":" in endpoint and not endpoint.endswith("]"):
         host = endpoint.rpartition(":")[0]
     host = host.strip("[]")
-    has_other_endpoint = "store_type=file" in flags.rdzv_conf or (
-        flags.rdzv_backend == "etcd-v2" and "," in endpoint
-    )
-    if flags.standalone or not host or has_other_endpoint:
+    if flags.standalone or not host:
         return
     if not endpoint and flags.rdzv_backend == "static" and host in ("127.0.0.1", "localhost"):
         log.warning(

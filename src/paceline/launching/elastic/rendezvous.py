@@ -1,43 +1,41 @@
 """The rendezvous of a job's launchers: replaces or corrects torch's in three respects.
 
-- A single node meets no others, so it skips the protocol, its random delay, and the lookup of its own host
-  name.
-- torch keeps the state of `c10d` in a store on one node; if that node is lost, so is the job. Here the
-  launchers agree among themselves (`members.py`). A launcher recognises its own endpoint by address, not by
-  host name as in torch, because the name may not resolve.
+- A single node meets no others, so it skips the protocol (`one_node.py`).
+- torch keeps the state of `c10d` in a store on one node; if that node is lost, so is the job. An etcd or a
+  common folder holds it outside of the nodes (`members.py`). A launcher recognises its own endpoint by
+  address, not by host name as in torch, because the name may not resolve.
 - torch compares the timestamp of another node's heartbeat with this node's clock. If clocks differ by more
   than 15 s, a node removes a live one and trains alone (`dynamic_rendezvous.py`, `_sanitize`). Here a node
-  counts as lost when its heartbeat has not changed for that long by this node's own monotonic clock.
+  counts as lost when its beat has not changed for some time by this node's own monotonic clock.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
-from paceline.launching.elastic.members import MembersRendezvous, find_free_port, shares_store
-from paceline.launching.elastic.network import WITNESSES, is_own_host
-from paceline.launching.members.endpoints import read_endpoints
-from paceline.launching.members.open_witness import name_witness, open_witness
-from paceline.launching.members.records import Terms
-from paceline.launching.members.witness import Witness
-from paceline.launching.members.world import Waits
-from paceline.torch_seams.elastic import use_own_clock
+from paceline.launching.elastic.members import StoreRendezvous, build_node
+from paceline.launching.elastic.network import is_own_host
+from paceline.launching.elastic.one_node import OneNode
+from paceline.launching.elastic.tcp_record import TcpRecord, await_server
+from paceline.launching.members.endpoints import STORES, Address, read_endpoint
+from paceline.launching.members.open_store import open_store
+from paceline.launching.members.record import Terms
+from paceline.launching.members.shared_folder import SharedFolder
+from paceline.launching.members.store import Store
+from paceline.launching.members.waits import Waits
 
 log = logging.getLogger(__name__)
 
 ONE_NODE = "one-node"
-_LOOPBACK = "127.0.0.1"
 _WITHOUT_EFFECT = {"read_timeout", "close_timeout", "heartbeat_timeout"}
 _STATIC_PORT = 29500  # torch's default
 
@@ -48,13 +46,11 @@ class Meeting:
 
     Attributes:
         waits: all waits.
-        witness: `--witness`, for `c10d`.
         code: identifies what the ranks run (`code.py`).
         folder: identifies the script's working folder (`code.py`).
     """
 
     waits: Waits = field(default_factory=Waits)
-    witness: str | None = None
     code: Mapping[str, str] = field(default_factory=dict)
     folder: str = ""
 
@@ -64,6 +60,7 @@ def build_rendezvous(
     meeting: Meeting,
     *,
     on_loss: Callable[[], None] = lambda: None,
+    hold: Callable[[float], None] = lambda until_s: None,
     is_asked: Callable[[], bool] = lambda: False,
 ) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
     """Build the handler for a launch, and return the ranks' master address and port if the user set them.
@@ -71,34 +68,41 @@ def build_rendezvous(
     Args:
         config: settings of the launch.
         meeting: settings of the rendezvous, for `c10d`, `etcd` and `folder`.
-        on_loss: called as soon as another node is lost, for `c10d`.
+        on_loss: called as soon as another node is lost.
+        hold: lets this node's ranks run until some time.
         is_asked: whether this launcher was asked to stop.
     """
-    if config.rdzv_backend == ONE_NODE:
-        return _OneNode(config.run_id), (None, None)
-    if config.rdzv_backend == "c10d":
-        if config.rdzv_configs.get("store_type", "tcp") == "tcp":
-            record = None if meeting.witness is None else open_witness(meeting.witness, config.run_id)
-            return _build_members(config, meeting, on_loss, is_asked, record), (None, None)
-        handler = registry.get_rendezvous_handler(_read_parameters(config))
-        use_own_clock(handler)
-        return handler, (None, None)
-    if config.rdzv_backend in WITNESSES:
-        record = open_witness(name_witness(config.rdzv_backend, config.rdzv_endpoint), config.run_id)
-        return _build_members(config, meeting, on_loss, is_asked, record, finds_by_record=True), (None, None)
     master: tuple[str | None, int | None] = (None, None)
+    if config.rdzv_backend == ONE_NODE:
+        return OneNode(config.run_id), master
+    if config.rdzv_backend in ("c10d", *STORES):
+        for key in _WITHOUT_EFFECT & config.rdzv_configs.keys():
+            log.warning(
+                "--rdzv-conf %s has no effect: the waits follow from --detect-s and --join-timeout", key
+            )
+        nodes = config.min_nodes, config.max_nodes
+        handler = StoreRendezvous(
+            config.run_id,
+            _choose_store(config, meeting),
+            Terms(*nodes, dict(meeting.code)),
+            meeting.waits,
+            build_node(config.local_addr or "localhost", config.nproc_per_node, meeting.folder),
+            is_elastic=nodes[0] < nodes[1] or config.max_restarts > 0,
+            on_loss=on_loss,
+            hold=hold,
+            is_asked=is_asked,
+        )
+        return handler, master
     if config.rdzv_backend == "static":
         master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_STATIC_PORT)
-    try:
-        return registry.get_rendezvous_handler(_read_parameters(config)), master
-    except ImportError as error:
+    if config.rdzv_backend == "etcd-v2":
         raise PacelineError(
             "PL344",
-            saw=f"--rdzv-backend {config.rdzv_backend}: {error}.",
-            rule="torch's own backends for etcd need a client library, and etcd's interface v2, which is off "
-            "since etcd 3.4.",
+            saw="--rdzv-backend etcd-v2.",
+            rule="torch's own backend for etcd needs etcd's interface v2, which is off since etcd 3.4.",
             fix="Use --rdzv-backend etcd, which needs no library and uses the interface v3.",
-        ) from None
+        )
+    return registry.get_rendezvous_handler(_read_parameters(config)), master
 
 
 def read_waits(config: LaunchConfig, detect_s: float | None, join_s: float | None) -> Waits:
@@ -129,41 +133,53 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
     )
 
 
-def _build_members(
-    config: LaunchConfig,
-    meeting: Meeting,
-    on_loss: Callable[[], None],
-    is_asked: Callable[[], bool],
-    witness: Witness | None,
-    *,
-    finds_by_record: bool = False,
-) -> MembersRendezvous:
-    for key in _WITHOUT_EFFECT & config.rdzv_configs.keys():
-        log.warning("--rdzv-conf %s has no effect: the waits follow from --detect-s and --join-timeout", key)
-    endpoints = [] if finds_by_record else read_endpoints(config.rdzv_endpoint)
+def _choose_store(config: LaunchConfig, meeting: Meeting) -> Callable[[Callable[[], None]], Store]:
+    """Return a function that opens the job's store; it takes one that waits for a moment."""
+    if config.rdzv_backend in STORES:
+        store = open_store(config.rdzv_backend, config.rdzv_endpoint, config.run_id)
+        return lambda pause: store
+    if config.rdzv_configs.get("store_type", "tcp") == "file":
+        folder = SharedFolder(Path(config.rdzv_endpoint), config.run_id)
+        return lambda pause: folder
+    place = read_endpoint(config.rdzv_endpoint)
     is_host = _read_parameters(config).get_as_bool("is_host")
-    if is_host is None:
-        own = next((endpoint for endpoint in endpoints if _is_own(endpoint[0])), None)
-    else:
-        own = endpoints[0] if is_host and endpoints else None
-    return MembersRendezvous(
-        Terms(
-            config.run_id,
-            config.min_nodes,
-            config.max_nodes,
-            meeting.code,
-            config.nproc_per_node,
-            meeting.folder,
-        ),
-        meeting.waits,
-        config.local_addr or "localhost",
-        endpoints,
-        own=own,
-        is_elastic=config.min_nodes < config.max_nodes or config.max_restarts > 0,
-        on_loss=on_loss,
-        is_asked=is_asked,
-        witness=witness,
-    )
+    is_own = _is_own(place[0]) if is_host is None else is_host
+    return lambda pause: _open_tcp(config, place, is_own, meeting.waits, pause)
+
+
+def _open_tcp(
+    config: LaunchConfig, place: Address, is_own: bool, waits: Waits, pause: Callable[[], None]
+) -> Store:
+    """Serve the job's store on the node of the endpoint, or wait for the launcher that does.
+
+    Raises:
+        PacelineError: PL373 where none comes, PL379 where the port belongs to another program.
+    """
+    store = TcpRecord(place, config.run_id, config.local_addr or "localhost" if is_own else None)
+    if store.is_host:
+        if config.min_nodes < config.max_nodes or config.max_restarts > 0:
+            log.info(
+                "this node holds the store of the job, which ends with this node; with --rdzv-backend etcd "
+                "or folder, the job survives the loss of any node"
+            )
+        return store
+    why = await_server(place, waits.join_s, pause)
+    if why:
+        raise PacelineError(
+            "PL373",
+            saw=f"No launcher of the job {config.run_id!r} answered at {store.name} for {waits.join_s:g} s "
+            f"(--join-timeout): {why}.",
+            rule="The nodes of a job meet at --rdzv-endpoint.",
+            fix="Start the same command on the node of the endpoint, and check that this node reaches it.",
+        )
+    if not store.is_there():
+        raise PacelineError(
+            "PL379",
+            saw=f"What listens at {store.name} does not answer as the store of a job.",
+            rule="The launcher on the node of --rdzv-endpoint listens at its port.",
+            fix="Choose a free port, the same on all nodes (ss -ltnp lists the processes that hold ports).",
+        )
+    return store
 
 
 def _is_own(host: str) -> bool:
@@ -172,43 +188,3 @@ def _is_own(host: str) -> bool:
         return is_own_host(host)
     except PacelineError:
         return False
-
-
-class _OneNode(RendezvousHandler):
-    """The rendezvous of a job on one node: each round has a store of its own, at the loopback address."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return "one-node"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return shares_store()
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        with socket.create_server((_LOOPBACK, 0)) as server:  # torch's own server listens on all interfaces
-            port = int(server.getsockname()[1])
-            self._store = TCPStore(
-                _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-            )
-        port = self._store.port if self.use_agent_store else find_free_port()
-        where = RendezvousStoreInfo(_LOOPBACK, port)
-        return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True

@@ -1,10 +1,12 @@
-"""Reads `--rdzv-endpoint`: one place where the nodes of a job meet, or several."""
+"""Reads `--rdzv-endpoint`: the host and port of a store, or those of several servers."""
 
 from __future__ import annotations
 
 from paceline.errors import PacelineError
-from paceline.launching.members.records import Address
 
+Address = tuple[str, int]
+STORES = ("etcd", "folder")
+"""Backends whose store is outside of the nodes; each node needs its own address."""
 DEFAULT_PORT = 29400
 """torch's port for `c10d`."""
 
@@ -32,3 +34,21 @@ def read_endpoints(text: str, default_port: int = DEFAULT_PORT) -> list[Address]
         found.append((host.strip("[]"), int(port) if port else None))
     last = next((port for _, port in reversed(found) if port is not None), default_port)
     return [(host, last if port is None else port) for host, port in found] or [("localhost", default_port)]
+
+
+def read_endpoint(text: str) -> Address:
+    """Return the host and port of the endpoint of c10d.
+
+    Raises:
+        PacelineError: PL377 for several places, or a port that is none.
+    """
+    found = read_endpoints(text)
+    if len(found) > 1:
+        raise PacelineError(
+            "PL377",
+            saw=f"--rdzv-endpoint {text} with --rdzv-backend c10d.",
+            rule="The store of c10d is on one node.",
+            fix=f"Use --rdzv-endpoint {found[0][0]}:{found[0][1]}. For a job that survives the loss of any "
+            "node, use --rdzv-backend etcd or folder.",
+        )
+    return found[0]

@@ -1,7 +1,7 @@
-"""A witness in etcd 3.4 or later, over the JSON gateway of its v3 interface: no client library is needed.
+"""A store in etcd 3.4 or later, over the JSON gateway of its v3 interface: no client library is needed.
 
 The calls are `/v3/kv/range`, `/v3/kv/put`, `/v3/kv/deleterange` and `/v3/kv/txn` of etcd's documentation
-("gRPC gateway"), with keys and values in base64. One transaction compares the last entry and replaces it.
+("gRPC gateway"), with keys and values in base64. One transaction compares the record and replaces it.
 
 With TLS, a server's certificate must be signed by an authority that Python trusts (`SSL_CERT_FILE`,
 `SSL_CERT_DIR`) or by one of the file that etcdctl's `ETCDCTL_CACERT` names. `ETCDCTL_CERT` and `ETCDCTL_KEY`
@@ -11,6 +11,7 @@ are this launcher's own.
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import ssl
@@ -21,23 +22,17 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import read_endpoints
-from paceline.launching.members.witness import (
-    Entry,
-    WitnessError,
-    entry_from_text,
-    entry_to_text,
-    member_from_text,
-    member_to_text,
-)
-from paceline.launching.members.world import Member
+from paceline.launching.members.store import StoreError
 
 DEFAULT_PORT = 2379
-_TIMEOUT_S = 2.0
+# Longer than an answer takes, and so short that a lost packet does not cost several beats.
+_TIMEOUT_S = 1.0
+_MOST_BYTES = 1 << 26
 _CA, _CERT, _KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
 
 
 class Etcd:
-    """The record of one job in a cluster of etcd servers.
+    """The store of one job in a cluster of etcd servers.
 
     Args:
         servers: as `http://HOST:PORT`; the first that answers is used.
@@ -55,47 +50,41 @@ class Etcd:
         self._opener = urllib.request.build_opener(*handlers)
         self.name = ",".join(servers)
         self._servers = list(servers)
-        self._entry_key = f"paceline/{job}/entry"
-        self._launchers = f"paceline/{job}/launchers/"
+        self._record = f"paceline/{job}/record"
+        self._beats = f"paceline/{job}/beats/"
 
-    def read(self) -> Entry | None:
-        stored = self._read_entry()
-        return None if stored is None else entry_from_text(stored)
+    def beat(self, key: str, value: str) -> None:
+        self._call("put", {"key": _encode(self._beats + key), "value": _encode(value)})
 
-    def append(self, entry: Entry) -> bool:
-        stored = self._read_entry()
-        last = 0 if stored is None else entry_from_text(stored).number
-        if entry.number != last + 1:
-            return False
-        key = _encode(self._entry_key)
-        if stored is None:
+    def read_beats(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        end = self._beats[:-1] + chr(ord(self._beats[-1]) + 1)
+        pairs = self._call("range", {"key": _encode(self._beats), "range_end": _encode(end)}).get("kvs", [])
+        found = {base64.b64decode(pair["key"]): base64.b64decode(pair.get("value", "")) for pair in pairs}
+        return [found.get((self._beats + key).encode()) for key in keys]
+
+    def end_beats(self, key: str) -> None:
+        self._call("deleterange", {"key": _encode(self._beats + key)})
+
+    def read(self) -> bytes | None:
+        pairs = self._call("range", {"key": _encode(self._record)}).get("kvs", [])
+        return base64.b64decode(pairs[0]["value"]) if pairs else None
+
+    def replace(self, number: int, before: bytes | None, after: str) -> bool:
+        key = _encode(self._record)
+        if before is None:
             compare = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         else:
-            compare = {"key": key, "target": "VALUE", "result": "EQUAL", "value": _encode(stored)}
-        put = {"requestPut": {"key": key, "value": _encode(entry_to_text(entry))}}
+            compare = {"key": key, "target": "VALUE", "result": "EQUAL", "value": _encode(before)}
+        put = {"requestPut": {"key": key, "value": _encode(after)}}
         return bool(self._call("txn", {"compare": [compare], "success": [put]}).get("succeeded", False))
-
-    def register(self, member: Member) -> None:
-        key = _encode(self._launchers + member.key)
-        self._call("put", {"key": key, "value": _encode(member_to_text(member))})
-
-    def unregister(self, member: Member) -> None:
-        self._call("deleterange", {"key": _encode(self._launchers + member.key)})
-
-    def list_launchers(self) -> list[Member]:
-        end = self._launchers[:-1] + chr(ord(self._launchers[-1]) + 1)
-        found = self._call("range", {"key": _encode(self._launchers), "range_end": _encode(end)})
-        return [member_from_text(base64.b64decode(pair["value"])) for pair in found.get("kvs", [])]
-
-    def _read_entry(self) -> bytes | None:
-        pairs = self._call("range", {"key": _encode(self._entry_key)}).get("kvs", [])
-        return base64.b64decode(pairs[0]["value"]) if pairs else None
 
     def _call(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call the first server that answers.
 
         Raises:
-            WitnessError: none does.
+            StoreError: none does.
         """
         troubles, codes = [], []
         for server in list(self._servers):
@@ -106,7 +95,7 @@ class Etcd:
             )
             try:
                 with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
-                    found = json.loads(answer.read())
+                    found = json.loads(answer.read(_MOST_BYTES))
                 if not isinstance(found, dict):
                     raise ValueError("not an object")
             except urllib.error.HTTPError as error:
@@ -116,7 +105,7 @@ class Etcd:
                 if error.code == 404:
                     why = "it has no v3 interface: it is an etcd older than 3.4, or no etcd"
                 troubles.append(f"{server}: {why}")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
                 codes.append(0)
                 troubles.append(f"{server}: {getattr(error, 'reason', error) or type(error).__name__}")
             else:
@@ -124,7 +113,7 @@ class Etcd:
                 self._servers.remove(server)
                 self._servers.insert(0, server)
                 return found
-        raise WitnessError("; ".join(troubles), is_final=all(code == 404 for code in codes))
+        raise StoreError("; ".join(troubles), is_final=all(code == 404 for code in codes))
 
 
 def list_servers(hosts: str, scheme: str = "http") -> list[str]:

@@ -1,6 +1,7 @@
-"""A witness in a folder that all nodes share: each entry is a file, and the first link to its name has it.
+"""A store in a folder that all nodes share: each record is a file, and the first link to its name has it.
 
-`link` is atomic on local disks and on NFS, other than exclusive creation on old versions of NFS.
+`link` is atomic on local disks and on NFS, also where locks are not seen by other nodes. An NFS client may
+keep an old listing of a folder, until it changes the folder itself; launchers write their beats there.
 """
 
 from __future__ import annotations
@@ -8,25 +9,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.launching.members.witness import (
-    Entry,
-    WitnessError,
-    entry_from_text,
-    entry_to_text,
-    member_from_text,
-    member_to_text,
-)
-from paceline.launching.members.world import Member
+from paceline.launching.members.record import MOST_BYTES
+from paceline.launching.members.store import StoreError
 
-_ENTRY = re.compile(r"entry-(\d{8})\.json")
+_RECORD = re.compile(r"record-(\d{8})\.json")
 
 
 class SharedFolder:
-    """The record of one job in a folder of its own.
+    """The store of one job, in a folder of its own.
 
     Args:
         folder: the folder of all jobs; made if it is not there.
@@ -36,23 +31,36 @@ class SharedFolder:
     def __init__(self, folder: Path, job: str) -> None:
         self.name = str(folder)
         self._folder = folder / quote(job, safe="")
+        self._draft = f"draft-{secrets.token_hex(8)}"
 
-    def read(self) -> Entry | None:
-        numbers = [int(found[1]) for name in self._list() if (found := _ENTRY.fullmatch(name))]
-        if not numbers:
-            return None
+    def beat(self, key: str, value: str) -> None:
+        draft = self._write(f"beat-{key}.new", value, is_durable=False)
         try:
-            return entry_from_text(self._path(max(numbers)).read_bytes())
+            draft.replace(self._folder / f"beat-{key}")
         except OSError as error:
             raise _unreachable(error) from None
 
-    def append(self, entry: Entry) -> bool:
-        last = self.read()
-        if entry.number != (0 if last is None else last.number) + 1:
-            return False
-        draft = self._write(f"draft-{secrets.token_hex(8)}", entry_to_text(entry))
+    def read_beats(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._read(f"beat-{key}") for key in keys]
+
+    def end_beats(self, key: str) -> None:
+        with suppress(OSError):
+            (self._folder / f"beat-{key}").unlink()
+
+    def read(self) -> bytes | None:
         try:
-            os.link(draft, self._path(entry.number))
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unreachable(error) from None
+        found = max((name for name in names if _RECORD.fullmatch(name)), default=None)
+        return None if found is None else self._read(found)
+
+    def replace(self, number: int, before: bytes | None, after: str) -> bool:
+        draft = self._write(self._draft, after, is_durable=True)
+        try:
+            os.link(draft, self._folder / f"record-{number:08d}.json")
         except FileExistsError:
             return False
         except OSError as error:
@@ -62,48 +70,28 @@ class SharedFolder:
                 draft.unlink()
         return True
 
-    def register(self, member: Member) -> None:
-        draft = self._write(f"draft-{member.key}", member_to_text(member))
+    def _read(self, name: str) -> bytes | None:
         try:
-            draft.replace(self._folder / f"launcher-{member.key}.json")
-        except OSError as error:
-            raise _unreachable(error) from None
-
-    def unregister(self, member: Member) -> None:
-        with suppress(OSError):
-            (self._folder / f"launcher-{member.key}.json").unlink()
-
-    def list_launchers(self) -> list[Member]:
-        found = []
-        for name in self._list():
-            if name.startswith("launcher-"):
-                with suppress(FileNotFoundError):
-                    found.append(member_from_text((self._folder / name).read_bytes()))
-        return found
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"entry-{number:08d}.json"
-
-    def _list(self) -> list[str]:
-        try:
-            return sorted(os.listdir(self._folder))
+            with (self._folder / name).open("rb") as file:
+                return file.read(MOST_BYTES + 1)
         except FileNotFoundError:
-            return []
+            return None
         except OSError as error:
             raise _unreachable(error) from None
 
-    def _write(self, name: str, text: str) -> Path:
+    def _write(self, name: str, text: str, *, is_durable: bool) -> Path:
         path = self._folder / name
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as file:
                 file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+                if is_durable:
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             raise _unreachable(error) from None
         return path
 
 
-def _unreachable(error: OSError) -> WitnessError:
-    return WitnessError(error.strerror or str(error))
+def _unreachable(error: OSError) -> StoreError:
+    return StoreError(error.strerror or str(error))

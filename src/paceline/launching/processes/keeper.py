@@ -33,7 +33,7 @@ from paceline.launching.processes.family import (
     wait,
 )
 from paceline.launching.processes.folder import ALIVE, remove_folder
-from paceline.launching.processes.messages import Ended, Kill, Refused, Start, Started, Sweep, Swept
+from paceline.launching.processes.messages import Ended, Kill, LetRun, Refused, Start, Started, Sweep, Swept
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall, run_call
 from paceline.launching.rank.own_meeting import allow_own_meeting
@@ -58,6 +58,7 @@ class Keeper:
         self._pid = os.getpid()
         self._inputs = selectors.DefaultSelector()
         self._wake: tuple[int, int] = (-1, -1)
+        self._until_s = float("inf")
 
     def serve(self) -> Start:
         """Work until the launcher has finished or ended."""
@@ -68,7 +69,7 @@ class Keeper:
         self._inputs.register(self._connection, selectors.EVENT_READ)
         self._inputs.register(self._wake[0], selectors.EVENT_READ)
         while True:
-            self._inputs.select()
+            self._inputs.select(self._end_late_ranks())
             with suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
             self._reap()
@@ -86,7 +87,9 @@ class Keeper:
         if isinstance(message, Start):
             targets = (recv_handle(self._connection), recv_handle(self._connection))
             return self._start(message, targets)
-        if isinstance(message, Kill):
+        if isinstance(message, LetRun):
+            self._until_s = message.until_s
+        elif isinstance(message, Kill):
             end_family(message.pid)
         elif isinstance(message, Sweep):
             self._hold("")
@@ -95,6 +98,16 @@ class Keeper:
             self._send(Swept())
             if message.leaves:
                 os._exit(0)
+        return None
+
+    def _end_late_ranks(self) -> float | None:
+        """End ranks that may not run any longer, and return the seconds until the others may not."""
+        left_s = self._until_s - time.monotonic()
+        if left_s > 0 or not self._ranks:
+            return left_s if self._ranks and left_s < float("inf") else None
+        for pid in list(self._ranks):
+            end_family(pid)
+        self._until_s = float("inf")
         return None
 
     def _hold(self, folder: str) -> None:

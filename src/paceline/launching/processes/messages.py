@@ -1,7 +1,7 @@
 """The messages between the launcher and the keeper, on one `multiprocessing` connection.
 
-The launcher sends `Start` (with two descriptors), `Kill` or `Sweep`. The keeper answers a `Start` with
-`Started` or `Refused` and a `Sweep` with `Swept`, and sends `Ended` for each rank that it reaps.
+The launcher sends `Start` (with two descriptors), `LetRun`, `Kill` or `Sweep`. The keeper answers a `Start`
+with `Started` or `Refused` and a `Sweep` with `Swept`, and sends `Ended` for each rank that it reaps.
 """
 
 from __future__ import annotations
@@ -44,6 +44,16 @@ class Kill:
     """The request to end a rank and all of its descendants now."""
 
     pid: int
+
+
+@dataclass(frozen=True)
+class LetRun:
+    """The permission for ranks to run until some time of the monotonic clock; the keeper then ends them.
+
+    Without such a message, they may run for ever.
+    """
+
+    until_s: float
 
 
 @dataclass(frozen=True)

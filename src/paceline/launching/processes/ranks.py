@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.launching.processes.family import adopt_orphans, end_descendants, send_to_group
 from paceline.launching.processes.keeper import Keeper, leave_terminal, serve_calls
-from paceline.launching.processes.messages import Ended, Kill, Refused, Start, Started, Sweep, Swept
+from paceline.launching.processes.messages import Ended, Kill, LetRun, Refused, Start, Started, Sweep, Swept
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall
 from paceline.launching.rank.cold import let_in
@@ -273,6 +273,10 @@ class Ranks:
             rank.asked.add(signal.SIGKILL)
             self._send(Kill(rank.pid))
 
+    def hold(self, until_s: float) -> None:
+        """Let ranks run until some time of the monotonic clock; the keeper ends them, also without us."""
+        self._send(LetRun(until_s))
+
     def sweep(self, *, kills: bool) -> None:
         """End the job; with `kills`, also everything that ranks have left behind."""
         self._ask(Sweep(kills, leaves=False))
@@ -301,7 +305,7 @@ class Ranks:
         if not self.keeper_died and not self._swept.wait(_SWEEP_S):
             os.kill(self.keeper_pid, signal.SIGKILL)
 
-    def _send(self, message: Kill | Sweep) -> None:
+    def _send(self, message: LetRun | Kill | Sweep) -> None:
         with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
             self._connection.send(message)
 
@@ -345,8 +349,10 @@ class Attempts:
         number: how often ranks were started, less one.
         on_start: called before ranks start, with this node's number, the number of nodes, host and port of
             the store where the ranks meet, and `number`.
+        on_loss: called when a node of the round is lost.
         on_restart: called when the ranks of a round have been stopped, with the restarts that are left, and
             with the reason if the nodes have changed.
+        find_missing_files: returns the error of ranks that need files of other nodes, if they failed of that.
         may_be_consequence: returns whether all failures of ranks may have their cause on another node.
     """
 
@@ -354,7 +360,9 @@ class Attempts:
         self.asked: int | None = None
         self.number = -1
         self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
+        self.on_loss: Callable[[], None] = lambda: None
         self.on_restart: Callable[[int, str | None], None] = lambda remaining, news: None
+        self.find_missing_files: Callable[[], Exception | None] = lambda: None
         self.may_be_consequence: Callable[[], bool] = lambda: True
 
     def ask(self, number: int) -> None:

@@ -85,6 +85,7 @@ class RankWatcher:
         self._ends = threading.Event()
         self._failed = threading.Event()
         self._has_explained = threading.Event()
+        self._has_lost_node = threading.Event()
         self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
 
@@ -100,6 +101,7 @@ class RankWatcher:
         self._suspicion = Suspicion()
         self._failed.clear()
         self._has_explained.clear()
+        self._has_lost_node.clear()
         self._not_finite = FirstNotFinite()
         self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
@@ -117,6 +119,10 @@ class RankWatcher:
             self._has_explained.wait(
                 _ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0)
             )
+
+    def note_loss(self) -> None:
+        """Take note that another node is lost, which explains failures: stop waiting for its report."""
+        self._has_lost_node.set()
 
     def explain_failure(self, died: str = "") -> WatchMessage | None:
         """Return why ranks failed, if mismatched collectives or an ended peer are known to be the cause."""
@@ -329,11 +335,12 @@ class RankWatcher:
         self._publish(self._clock.read(time.monotonic()), seen)
         ends_s = time.monotonic() + _NODES_S - EVERY_S
         joined, is_complete = seen, not is_felt(seen)
-        while not is_complete and time.monotonic() < ends_s:
+        while not (is_complete or self._has_lost_node.is_set()) and time.monotonic() < ends_s:
             self._receive(0.25)
             joined, is_complete = merge(seen, self._board.read())
-        # The store may end with this node or with theirs, so the others get time to read.
-        self._ends.wait(EVERY_S)
+        if not self._has_lost_node.is_set():
+            # The store may end with this node or with theirs, so the others get time to read.
+            self._ends.wait(EVERY_S)
         self._board.close()
         return joined
 

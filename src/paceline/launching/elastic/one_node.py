@@ -1,0 +1,63 @@
+"""The rendezvous of a job on one node: it meets no others, so it skips torch's protocol and its delays."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+_LOOPBACK = "127.0.0.1"
+
+
+class OneNode(RendezvousHandler):
+    """The rendezvous of a job on one node: each round has a store of its own, at the loopback address."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "one-node"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return shares_store()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.create_server((_LOOPBACK, 0)) as server:  # torch's own server listens on all interfaces
+            port = int(server.getsockname()[1])
+            self._store = TCPStore(
+                _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            )
+        port = self._store.port if self.use_agent_store else _find_free_port()
+        where = RendezvousStoreInfo(_LOOPBACK, port)
+        return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def shares_store() -> bool:
+    """Return whether ranks use the launcher's store, by torch's variable."""
+    return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,160 @@
+"""The store of a job for `--rdzv-backend c10d`: torch's TCPStore, on the node of the endpoint.
+
+The job ends with that node, as under torchrun. A call of torch's client may never return once the node is
+gone, so each call runs in a thread that is given up after a while, together with its connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from paceline.launching.members.endpoints import Address
+from paceline.launching.members.store import StoreError
+
+_T = TypeVar("_T")
+_CALL_S = 2.0
+_CONNECT_S = 10.0
+
+
+class TcpRecord:
+    """The store of one job in a TCPStore.
+
+    Attributes:
+        is_host: whether this launcher serves the store.
+
+    Args:
+        place: of the store.
+        job: the job's name.
+        address: this node's, as the others reach it, where it may serve the store; `None` elsewhere.
+    """
+
+    def __init__(self, place: Address, job: str, address: str | None) -> None:
+        self.name = f"{place[0]}:{place[1]}"
+        self._place, self._prefix = place, f"paceline/{job}"
+        self._client: TCPStore | None = None
+        self._had_record = False
+        if address is not None:
+            self._client = _serve(place, address)
+        self.is_host = self._client is not None
+
+    def is_there(self) -> bool:
+        """Return whether a TCPStore answers at the place."""
+        try:
+            self.read()
+        except StoreError:
+            return False
+        return True
+
+    def beat(self, key: str, value: str) -> None:
+        self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", value))
+
+    def read_beats(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._call(lambda client: [_get(client, f"{self._prefix}/beats/{key}") for key in keys])
+
+    def end_beats(self, key: str) -> None:
+        self._call(lambda client: client.delete_key(f"{self._prefix}/beats/{key}"))
+
+    def read(self) -> bytes | None:
+        found = self._call(lambda client: _get(client, self._prefix))
+        if found is None and self._had_record:
+            raise StoreError("its launcher was started again, without the state of the job", is_final=True)
+        self._had_record |= found is not None
+        return found
+
+    def replace(self, number: int, before: bytes | None, after: str) -> bool:
+        old = "" if before is None else before.decode()
+        return bool(self._call(lambda client: client.compare_set(self._prefix, old, after)) == after.encode())
+
+    def _call(self, call: Callable[[Any], _T]) -> _T:
+        """Call a function with a connected client.
+
+        Raises:
+            StoreError: it did not answer in time.
+        """
+        found: list[_T] = []
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                if self._client is None:
+                    self._client = _connect(self._place)
+                found.append(call(self._client))
+            except Exception as error:
+                errors.append(error)
+
+        limit_s = _CALL_S if self._client is not None else _CONNECT_S
+        thread = threading.Thread(target=work, name="paceline-store", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if found:
+            return found[0]
+        if not self.is_host:
+            self._client = None
+        why = str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s"
+        raise StoreError(why)
+
+
+def _get(client: Any, key: str) -> bytes | None:
+    return bytes(client.get(key)) if client.check([key]) else None
+
+
+def _connect(place: Address) -> TCPStore:
+    # torch itself tries again for a long time; a refused connection is known at once.
+    with socket.create_connection(place, _CALL_S):
+        pass
+    timeout = timedelta(seconds=_CALL_S)
+    return TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _serve(place: Address, address: str) -> TCPStore | None:
+    """Serve the store at a place of this node; return None if another process has its port.
+
+    Of several launchers on this machine, the first to take the port has it.
+    """
+    # Other nodes may know this one under another address than it does itself.
+    host = address if _resolve(place[0]) == _resolve(address) else ("::" if ":" in _resolve(place[0]) else "")
+    family = socket.AF_INET6 if ":" in _resolve(host or "0.0.0.0") else socket.AF_INET
+    try:
+        with socket.create_server((host, place[1]), family=family, backlog=512) as server:
+            port = int(server.getsockname()[1])
+            timeout = timedelta(seconds=_CALL_S)
+            return TCPStore(
+                *(place[0], port),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=server.detach(),
+            )
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+    return None
+
+
+def _resolve(host: str) -> str:
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
+    return host
+
+
+def await_server(place: Address, seconds: float, pause: Callable[[], None]) -> str:
+    """Wait until something listens at a place; return the reason if nothing does in time."""
+    end_s = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection(place, _CALL_S):
+                return ""
+        except OSError as error:
+            if time.monotonic() > end_s:
+                return error.strerror or str(error)
+        pause()
