@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from paceline.errors import PacelineError
 from paceline.launching.elastic.members import StoreRendezvous
 from paceline.launching.members.pulse import read_record
-from paceline.launching.members.record import Node, Terms
+from paceline.launching.members.record import JobNode, Terms
 from paceline.launching.members.waits import Waits
 from tests.launching.members.simulated import Disk, Link
 
@@ -31,7 +31,7 @@ class Launcher:
             lambda pause: self.link,
             terms,
             WAITS,
-            Node(f"key-{name}", name, "127.0.0.1"),
+            JobNode(f"key-{name}", name, "127.0.0.1"),
             is_elastic=True,
             on_loss=self.ended.set,
             hold=lambda until_s: None,

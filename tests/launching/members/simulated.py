@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 from paceline.launching.members.pulse import Pulse, read_record
-from paceline.launching.members.record import Node, Record, Terms, to_text
+from paceline.launching.members.record import JobNode, Record, Terms, to_text
 from paceline.launching.members.store import StoreError
 from paceline.launching.members.waits import Waits
 
@@ -85,7 +85,7 @@ class Simulated:
 
     def __init__(self, disk: Disk, number: int, start: int, terms: Terms) -> None:
         self.link, self.terms = Link(disk), terms
-        self.me = Node(f"key{number}-{start}", f"node{number}", f"10.0.0.{number}")
+        self.me = JobNode(f"key{number}-{start}", f"node{number}", f"10.0.0.{number}")
         self.pulse = Pulse(self.link, self.me, WAITS, self)
         self.formed_round, self.formed = 0, frozenset[str]()
         self.is_meeting, self.rank_round, self.stopped, self.dead = True, 0, False, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.launching.members.record import Node, Record, Terms
+from paceline.launching.members.record import JobNode, Record, Terms
 from paceline.launching.members.reports import find_hold_s
 from tests.launching.members.simulated import WAITS, World
 
@@ -130,7 +130,7 @@ def test_a_machine_that_was_lost_often_waits_and_is_refused_at_last() -> None:
 def test_losses_count_by_machine_and_forget_a_steady_one() -> None:
     record = Record(nodes={}, numbers={})
     for key, is_steady in (("a", False), ("b", False), ("c", True)):
-        record.nodes[key] = Node(key, "node1", "10.0.0.1")
+        record.nodes[key] = JobNode(key, "node1", "10.0.0.1")
         record.remove(key, "no beat for 3 s", is_lost=True, is_steady=is_steady)
         assert record.losses == {"node1 (10.0.0.1)": {"a": 1, "b": 2, "c": 1}[key]}
     assert record.gone["b"] == ("node1 (10.0.0.1)", "no beat for 3 s")

@@ -34,7 +34,7 @@ from paceline.launching.elastic.one_node import shares_store
 from paceline.launching.elastic.shared_state import SharedState
 from paceline.launching.members import store as stores
 from paceline.launching.members.pulse import DONE, Pulse, change_record
-from paceline.launching.members.record import Node, Record, Terms
+from paceline.launching.members.record import JobNode, Record, Terms
 from paceline.launching.members.reports import explain_lost_store, explain_store, explain_wait
 from paceline.launching.members.waits import Waits
 from paceline.torch_seams.elastic import Rounds
@@ -52,7 +52,7 @@ class Formed:
     """A round that this node takes part in: its number, and the nodes in the order of theirs."""
 
     round: int
-    nodes: tuple[Node, ...]
+    nodes: tuple[JobNode, ...]
 
 
 class StoreRendezvous(RendezvousHandler):
@@ -79,7 +79,7 @@ class StoreRendezvous(RendezvousHandler):
         open_store: Callable[[Callable[[], None]], stores.Store],
         terms: Terms,
         waits: Waits,
-        me: Node,
+        me: JobNode,
         *,
         is_elastic: bool,
         on_loss: Callable[[], None],
@@ -444,6 +444,6 @@ class StoreRendezvous(RendezvousHandler):
             threading.Thread(target=self._on_loss, name="paceline-loss", daemon=True).start()
 
 
-def build_node(address: str, nproc: int, folder: str) -> Node:
+def build_node(address: str, nproc: int, folder: str) -> JobNode:
     """Return this launcher, as the others know it."""
-    return Node(secrets.token_hex(8), socket.gethostname(), address, nproc=nproc, folder=folder)
+    return JobNode(secrets.token_hex(8), socket.gethostname(), address, nproc=nproc, folder=folder)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
 
 from paceline.launching.members.pulse import read_record
-from paceline.launching.members.record import Node, Record, Terms, to_text
+from paceline.launching.members.record import JobNode, Record, Terms, to_text
 from paceline.launching.members.reports import explain_refusal, find_hold_s
 from paceline.launching.members.store import Store, StoreError
 from paceline.launching.members.waits import Waits
@@ -52,7 +52,7 @@ class SharedState(RoundStateHolder):
         pause: waits between two readings.
     """
 
-    def __init__(self, store: Store, me: Node, terms: Terms, waits: Waits, pause: Pause) -> None:
+    def __init__(self, store: Store, me: JobNode, terms: Terms, waits: Waits, pause: Pause) -> None:
         self._store, self._terms, self._waits, self._pause = store, terms, waits, pause
         self._text: bytes | None = None
         self._state = RoundState()
@@ -203,5 +203,5 @@ class SharedState(RoundStateHolder):
         return record
 
 
-def _to_node(node: Node) -> RoundNode:
+def _to_node(node: JobNode) -> RoundNode:
     return RoundNode(node.since, node.address, node.key)

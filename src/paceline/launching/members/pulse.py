@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.launching.members.record import Node, Record, from_text, to_text
+from paceline.launching.members.record import JobNode, Record, from_text, to_text
 from paceline.launching.members.store import Store, StoreError
 from paceline.launching.members.waits import Waits
 
@@ -66,7 +66,7 @@ class Pulse:
         listener: follows the record.
     """
 
-    def __init__(self, store: Store, me: Node, waits: Waits, listener: RecordListener) -> None:
+    def __init__(self, store: Store, me: JobNode, waits: Waits, listener: RecordListener) -> None:
         self._store, self._me, self._waits, self._listener = store, me, waits, listener
         self._count = 0
         self._seen: dict[str, tuple[bytes | None, float]] = {}

@@ -19,7 +19,7 @@ _MOST_GONE = 32
 
 
 @dataclass(frozen=True)
-class Node:
+class JobNode:
     """One launcher, from its start to its end.
 
     Attributes:
@@ -100,7 +100,7 @@ class Record:
     is_complete: bool = False
     ended: str = ""
     terms: Terms = field(default_factory=lambda: Terms(1, 1))
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, JobNode] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
     spares: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Record:
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def members(self) -> list[Node]:
+    def members(self) -> list[JobNode]:
         """The nodes of the round, in the order of their numbers."""
         return [self.nodes[key] for key in sorted(self.numbers, key=lambda key: (self.numbers[key], key))]
 
@@ -165,7 +165,7 @@ def from_text(text: bytes | str) -> Record:
         del value["writer"]
         record = Record(**value)
         record.terms = Terms(**value["terms"])
-        record.nodes = {key: Node(**node) for key, node in value["nodes"].items()}
+        record.nodes = {key: JobNode(**node) for key, node in value["nodes"].items()}
         record.gone = {key: (str(name), str(why)) for key, (name, why) in value["gone"].items()}
         _check(record)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

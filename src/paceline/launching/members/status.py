@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from paceline.launching.members.pulse import read_record
-from paceline.launching.members.record import Node
+from paceline.launching.members.record import JobNode
 from paceline.launching.members.reports import explain_store
 from paceline.launching.members.store import Store, StoreError
 
@@ -35,7 +35,7 @@ def describe_job(store: Store, wait_s: float) -> dict[str, Any] | None:
         raise explain_store(store.name, str(error)) from None
     here = {key for key, beat in after.items() if beat is not None and beat != before.get(key)}
     settled = record.members if record.is_complete else []
-    rows: list[tuple[Node, int | None]] = [(node, number) for number, node in enumerate(settled)]
+    rows: list[tuple[JobNode, int | None]] = [(node, number) for number, node in enumerate(settled)]
     rows += [(node, None) for node in record.nodes.values() if node not in settled]
     members = [
         {
