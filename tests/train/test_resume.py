@@ -366,10 +366,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(ranks: Pool, whole: A
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").unlink()
     rest = ranks.run(run, args=(str(tmp_path),))
     told = rest[0].told
-    assert len(told) == 4
+    assert len(told) == 5
     assert "model.safetensors was altered" in told[0]
     assert "step-00000006 is left out; trying the one before it" in told[1]
     assert "state.json is missing" in told[2]
+    assert "resuming after step 2" in told[4]
     assert rest[1].told == [], "rank 0 tells it for all"
     assert [part.steps for part in rest] == [(2, LAST)] * 2
     assert whole_hash(tmp_path) == whole_hash(whole_folder)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.checkpoint import find_checkpoint, load_checkpoint
 from paceline.errors import PacelineError
-from paceline.train.state import saver
+from paceline.train.state.kept_settings import KeptSettings
 from paceline.train.trainer import Trainer
 from paceline.world import start
 from tests.dist.pool import Pool, RankError
@@ -303,7 +303,7 @@ def test_a_checkpoint_without_settings_loads_with_a_remark(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(saver.Saver, "_describe_settings", lambda self, loaders: None)
+        patch.setattr(KeptSettings, "describe", lambda self, loaders: None)
         go(tmp_path, last=2)
     loaded = load_checkpoint(find_checkpoint(tmp_path))
     assert loaded.state["settings"] is None

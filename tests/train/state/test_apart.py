@@ -119,6 +119,7 @@ def test_any_node_may_be_lost_moved_or_new(
 ) -> None:
     places = disks(nodes)
     found = ranks.run(work, len(nodes), (places, saved[0], 2))
+    assert all(len(each) == 2 for each in found), found
     assert [first for first, _ in found] == [2] * len(nodes)
     assert found[0][1] == undisturbed
     assert_one_history(places, 4)

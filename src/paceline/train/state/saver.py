@@ -8,7 +8,6 @@ each tensor to the others, so only rank 0 needs to see the files. For sharded ch
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,43 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
+from paceline.checkpoint import check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
-from paceline.checkpoint.generation import begin_generation, newest_generation
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.names import CHECKPOINTS, SHARDED, list_checkpoints
+from paceline.checkpoint.names import CHECKPOINTS, SHARDED
 from paceline.checkpoint.part import Part
-from paceline.checkpoint.writing.waiting import await_writers
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
-from paceline.finding import Finding
 from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
-from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.same_settings import all_ranks
-from paceline.train.settings import (
-    Settings,
-    check_names,
-    describe_loader,
-    list_changes,
-    name_settings,
-    refuse_changes,
-    warn_fresh_objects,
-    warn_unknown_settings,
-)
-from paceline.train.state.apart import (
-    count_copies,
-    find_apart,
-    warn_of_single_copies,
-    write_apart,
-)
-from paceline.train.state.disks import Disks, find_disks
-from paceline.train.state.failures import Failures
-from paceline.train.state.follow import SharedRows
+from paceline.train.settings import Settings, name_settings
 from paceline.train.state.grace import Grace
-from paceline.train.state.history import History
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
+from paceline.train.state.kept_settings import KeptSettings
 from paceline.train.state.parts import KnownPlans, Names, Parts, model_tensors
 from paceline.train.state.residuals import (
     NeededResiduals,
@@ -62,11 +38,11 @@ from paceline.train.state.residuals import (
     gather_residuals,
     list_residuals,
 )
-from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
-from paceline.train.state.saving import SaveHandle, Saving, Write
+from paceline.train.state.run_start import RunStart
+from paceline.train.state.same_model import check_model, check_optimizers
+from paceline.train.state.saving import SaveHandle, Saving
 from paceline.train.state.tracked import Tracked, state_differs_error
 from paceline.train.state.transfer import load_on_main, run_on_main
-from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import RunState
 from paceline.train.step import SaveTimes
 from paceline.train.update import Update
@@ -93,11 +69,8 @@ class Saver:
         bucket_cap_mb: of DistributedDataParallel.
 
     Attributes:
-        folder: of the run; `None` before `load`.
         saving: makes the saves.
         tracked: objects and positions of loaders that are part of the checkpoints.
-        has_raw_batches: whether some batches did not come from a loader, so that the trainer's own
-            microbatch size counts.
     """
 
     def __init__(
@@ -116,42 +89,44 @@ class Saver:
         settings: Settings,
         bucket_cap_mb: float,
     ) -> None:
-        self.folder: Path | None = None
-        self._open_folder: OpenFolder | None = None
         self._world = world
         self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
         self.saving = saving
-        self._copies_wanted, self._copies = copies, 1
+        self._copies = copies
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
-        self._settings = settings
         self._bucket_cap_mb = bucket_cap_mb
         self._known = KnownPlans()
         self.tracked = Tracked()
-        self.has_raw_batches = False
-        self._saved_settings: dict[str, Any] | None = None
-        self._accept: tuple[str, ...] = ()
-        self._is_complete = True
+        self._settings = KeptSettings(settings, loaders, self.tracked, is_recipe=recipe_toml is not None)
         self._last: SaveHandle | None = None
-        # Rank 0's: which run this is, from its first start on, and the number of this start.
-        self._run_id, self._generation = secrets.token_hex(8), 1
-        # Whether this start has begun, and rank 0's steps in the folder when it loaded one of them.
-        self._has_begun, self._steps = True, set[int]()
-        self._history: History | None = None
-        self._disks: Disks | None = None
-        self._failures: Failures | None = None
+        self._start: RunStart | None = None
         self._grace = Grace(is_main=world.is_main)
-        # Where nodes have disks of their own, else `None`.
-        self._rows: SharedRows | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the run; `None` before `load`."""
+        return None if self._start is None else self._start.folder
+
+    @property
+    def has_raw_batches(self) -> bool:
+        """Whether some batches came from no loader, so that the trainer's own microbatch size counts."""
+        return self._settings.has_raw_batches
+
+    @has_raw_batches.setter
+    def has_raw_batches(self, value: bool) -> None:
+        self._settings.has_raw_batches = value
 
     def save(self, counters: dict[str, Any], *, wait: bool, is_last: bool = False) -> SaveHandle:
         """Write a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
         last = self._last
         if last is None or last.step != counters["step"] or last.failed:
+            if self._start is None:
+                raise _no_folder_error()
             self._check_tracked(is_last=is_last)
-            last = self._last = self._save(counters)
+            last = self._last = self._save(self._start, counters)
         if wait:
             last.wait()
         return last
@@ -166,42 +141,28 @@ class Saver:
                 raise error
             log.warning("%s", error)
 
-    def _list_all(self, counters: dict[str, Any], *, is_sharded: bool) -> RunState:
-        """Return this rank's part of the state to be saved; collective.
-
-        Args:
-            counters: of the trainer.
-            is_sharded: whether every rank writes its residuals; else rank 0 gathers them.
-        """
+    def _save(self, start: RunStart, counters: dict[str, Any]) -> SaveHandle:
+        folder = start.begin_save()
+        # In mode "sharded" every rank writes its residuals; else rank 0 gathers them.
+        is_sharded = self.saving.mode == SHARDED
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
         gathered = {} if is_sharded else {"residuals": gather_residuals(self._updates)}
         held = list_residuals(self._updates) if is_sharded else {}
 
         def describe() -> dict[str, Any]:
-            assert self._open_folder is not None
-            self._open_folder.check()
+            start.check_folder()
             state = self._describe_state(counters)
             return state | {"hooks": hooks, "tracked": self.tracked.loaded} | gathered
 
-        return replace(self._list_state(describe), residuals=held)
-
-    def _save(self, counters: dict[str, Any]) -> SaveHandle:
-        folder = self._require_folder()
-        state = self._list_all(counters, is_sharded=self.saving.mode == SHARDED)
-        assert self._history is not None
-        write: Write | None = None
-        if self._rows is not None:
-            assert self._disks is not None
-            write = partial(
-                write_apart,
-                disks=self._disks,
-                mode=self.saving.mode,
-                copies=self._copies,
-                carry=self._rows.carry,
-            )
-        note_commit = self._history.note_commit
-        step: int = counters["step"]
-        return self.saving.save(folder, step, state, self.describe(), note_commit, write)
+        state = replace(self._list_state(describe), residuals=held)
+        return self.saving.save(
+            folder,
+            counters["step"],
+            state,
+            self._describe(start),
+            start.history.note_commit,
+            start.choose_write(self.saving.mode),
+        )
 
     def end_step(self) -> SaveTimes:
         """Wait until the state of the step before is copied; after the first step, get memory ready.
@@ -230,44 +191,21 @@ class Saver:
             The saved counters, or `None` if there is no checkpoint.
         """
         self.saving.start()
-        await_writers(folder / CHECKPOINTS)
-        self.folder, self._last = folder, None
-        self._run_id, self._generation, self._has_begun = secrets.token_hex(8), 1, False
-        self._disks = disks = find_disks(self._world, folder, lambda: _make_folder(folder))
-        self._copies = count_copies(self._copies_wanted, disks)
-        if self._world.is_main:
-            warn_of_single_copies(self._copies, disks)
-        checkpoints = CheckpointFolder(folder, keep=self._keep)
-        self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
-        newest: tuple[Path, Manifest] | None = None
-        checks = SharedVerification(self._world, checkpoints)
-        self._failures = Failures(self._world, disks, checkpoints)
-        self._failures.settle()
-        if not disks.is_common:
-            newest = find_apart(self._world, disks, checkpoints, copies=self._copies)
-        self._history = History(self._world, disks, folder)
-        found = 0 if newest is None else newest[1].step
-        self._history.check(None if disks.is_common else found)
+        self._start, self._last = None, None
+        self._start = start = RunStart(self._world, folder, keep=self._keep, copies=self._copies)
         self._grace.read(folder)
-        self._steps = run_on_main(self._world, lambda: set(checkpoints.steps()))
-        path = newest and newest[0]
-        if disks.is_common:
-            path = checks.find_newest(_warn_of_skip)
-        self._accept = tuple(accept)
+        self._settings.accept, self._settings.folder = tuple(accept), folder
         hooks: Saved = {}
         parts = self._parts()
         needed = NeededResiduals(self._updates, self._world.rank, self._world.world_size)
 
         def read() -> Any:
-            self._open_folder = OpenFolder(folder)
-            if path is None:
+            start.open()
+            if start.newest is None:
                 return None
-            loaded = open_usable(path)
-            if disks.is_common:
-                check_one_run(checkpoints.list_runs(), folder)
-            self._run_id = loaded.identity.get("run", self._run_id)
-            self._generation = loaded.identity.get("generation", 0) + 1
-            for finding in check_identity(loaded.identity, self.describe()):
+            loaded = open_usable(start.newest)
+            start.adopt(loaded.identity)
+            for finding in check_identity(loaded.identity, self._describe(start)):
                 log.warning("%s", finding)
             # Checked here, where tensors are whole: a rank cannot distinguish a part from a whole tensor of a
             # smaller model.
@@ -276,7 +214,7 @@ class Saver:
             # Unread, because other ranks need most of them.
             residuals = choose_residuals(loaded.state.pop("residuals", {}), self._updates)
             state = read_all(loaded.state)
-            changed = self._check_settings(state)
+            changed = self._settings.compare(state.get("settings"))
             hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
             if "comm_hook" in accept:
                 hooks.clear()
@@ -296,15 +234,14 @@ class Saver:
         def cut(names: Names, whole: Tensor) -> Tensor:
             return parts.cut(names, whole) if needed.needs(names) else torch.empty(0)
 
-        tree = load_on_main(self._world, read, cut, find_part, checkpoints.path)
-        if self._rows is not None:
-            self._rows.resume(found)
+        tree = load_on_main(self._world, read, cut, find_part, folder / CHECKPOINTS)
+        start.resume_rows()
         if tree is None:
             return None
         _load_models(self._models, tree["model"], parts)
         state = tree["state"]
         counters: dict[str, Any] = state["counters"]
-        self._saved_settings, self._is_complete = state.get("settings"), False
+        self._settings.load(state.get("settings"))
         for name, update in self._updates.items():
             prefix = name_settings(name, self._updates, "")
             changed = [key.removeprefix(prefix) for key in tree["changed"] if key.startswith(prefix)]
@@ -315,7 +252,7 @@ class Saver:
         needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
-        self._failures.begin(counters["step"])
+        start.failures.begin(counters["step"])
         return counters
 
     def close(self, step: int) -> None:
@@ -324,21 +261,14 @@ class Saver:
         Args:
             step: number of the last complete step.
         """
-        if self._failures is not None:
-            self._failures.note(step + 1, self._world.error)
+        if self._start is not None:
+            self._start.failures.note(step + 1, self._world.error)
         self.saving.close()
 
     def check_loader(self, loader: Loader) -> None:
         """Compare a loader made after `load` with the saved one whose position it gets; collective."""
-        if self._saved_settings is None:
-            return
-        saved = self._saved_settings["loaders"].get(loader.name, {})
-
-        def check() -> None:
-            changes = list_changes(saved, describe_loader(loader), [loader.name])
-            refuse_changes(changes, self._accept, self.folder, is_recipe=self._recipe_toml is not None)
-
-        run_on_main(self._world, check)
+        if self._settings.were_loaded:
+            run_on_main(self._world, lambda: self._settings.check_loader(loader))
 
     def check_complete(self) -> None:
         """Begin this start; raise PL515 if a saved state has no owner; called before each step; collective.
@@ -346,58 +276,9 @@ class Saver:
         Raises:
             PacelineError: PL383 if another start has saved since `load`.
         """
-        if not self._has_begun:
-            self._begin()
-        if self._is_complete:
-            return
-        self._is_complete = True
-        refuse_changes(
-            dict.fromkeys(self.tracked.list_loaded(), (None, None)),
-            self._accept,
-            self.folder,
-            is_recipe=self._recipe_toml is not None,
-        )
-        self.tracked.drop_loaded()
-        if self._saved_settings is not None and self._world.is_main:
-            fresh = [name for name in self.tracked.own_names if name not in self._saved_settings["tracked"]]
-            if fresh:
-                warn_fresh_objects(fresh)
-
-    def _check_settings(self, state: dict[str, Any]) -> list[str]:
-        """Return names of settings that differ from the checkpoint; raise PL515 unless all are accepted."""
-        saved = state.get("settings")
-        if saved is None:
-            warn_unknown_settings()
-            return []
-        self.has_raw_batches = "microbatch_size" in saved["run"]
-        moved = {name: self._loaders[name] for name in saved["loaders"] if name in self._loaders}
-        here = self._describe_settings(moved)
-        before, now = dict(saved["run"]), dict(here["run"])
-        for name in moved:
-            before |= saved["loaders"][name]
-            now |= here["loaders"][name]
-        later = [key for name, keys in saved["loaders"].items() if name not in moved for key in keys]
-        parts = [f"tracked.{name}" for name in saved["tracked"]]
-        parts += [f"loaders.{name}" for name in saved["loaders"]]
-        if self._recipe_toml is None:  # keys of a recipe stand for settings that a run may not have
-            check_names(self._accept, {*before, *now, *later, *parts})
-        return refuse_changes(
-            list_changes(before, now, moved),
-            self._accept,
-            self.folder,
-            is_recipe=self._recipe_toml is not None,
-        )
-
-    def _describe_settings(self, loaders: Mapping[str, Loader]) -> dict[str, Any]:
-        run = dict(self._settings)
-        if not self.has_raw_batches:
-            del run["microbatch_size"]
-        described = {name: describe_loader(loader) for name, loader in loaders.items()}
-        if self._saved_settings is not None:  # of loaders that are not made yet
-            described = {
-                name: self._saved_settings["loaders"].get(name, {}) for name in self.tracked.loaded_loaders
-            } | described
-        return {"run": run, "loaders": described, "tracked": self.tracked.names}
+        if self._start is not None:
+            self._start.begin()
+        self._settings.check_complete(is_main=self._world.is_main)
 
     def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
@@ -408,73 +289,22 @@ class Saver:
             "counters": counters,
             "updates": {name: update.state_dict() for name, update in self._updates.items()},
             "loaders": self.tracked.read_loaders(moved),
-            "settings": self._describe_settings(moved),
+            "settings": self._settings.describe(moved),
             "rng": read_generators(self._world.device),
         }
 
     def _parts(self) -> Parts:
         return Parts(self._models, self._updates, self._layout, self._world.rank, self._known)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the identity of this start's checkpoints; rank 0's counts."""
+    def _describe(self, start: RunStart) -> dict[str, Any]:
+        """Return the identity of a start's checkpoints; rank 0's counts."""
         identity = describe_identity(
             self._world.device,
             world_size=self._world.world_size,
             layout=str(self._layout),
             reduction=self._reduction,
         )
-        return identity | {"run": self._run_id, "generation": self._generation}
-
-    def _begin(self) -> None:
-        """Number this start, so that no older one commits any more; collective.
-
-        A start begins with its first step or save: one that only loads disturbs no other.
-        """
-        assert self.folder is not None
-        assert self._disks is not None
-        self._has_begun = True
-        folder, is_common = self.folder, self._disks.is_common
-
-        def begin() -> int:
-            number = self._generation
-            try:
-                number = max(number, newest_generation(folder) + 1)
-                if not is_common:  # the nodes that see each other decide
-                    return number
-                self._refuse_newer(folder)  # before the other start is kept from saving
-                number = begin_generation(folder, number)
-            except OSError as error:  # as for a save, a failing disk does not end training
-                why = error.strerror or error
-                log.warning("this start cannot be numbered in %s (%s): an older one may save", folder, why)
-                return number
-            self._refuse_newer(folder)
-            return number
-
-        self._generation = run_on_main(self._world, begin)
-
-    def _refuse_newer(self, folder: Path) -> None:
-        if new := set(list_checkpoints(folder / CHECKPOINTS)) - self._steps:
-            raise PacelineError(
-                "PL383",
-                saw=f"Another start of the run in {folder} has saved step {max(new)} since this one loaded "
-                "its state.",
-                rule="A start goes on from the newest checkpoint, so that the run has one history.",
-                fix="End the other start, and start this one again.",
-            )
-
-    def _require_folder(self) -> CheckpointFolder:
-        if self.folder is None:
-            raise PacelineError(
-                "PL403",
-                saw="save() before resume().",
-                rule="Checkpoints go into the run's folder.",
-                fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
-            )
-        if not self._has_begun:
-            self._begin()
-        assert self._disks is not None
-        generation = self._generation if self._disks.is_common else None
-        return CheckpointFolder(self.folder, keep=self._keep, generation=generation)
+        return identity | {"run": start.run_id, "generation": start.generation}
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], parts: Parts) -> None:
@@ -486,23 +316,10 @@ def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], pa
             local(tensor).copy_(tensors[name])
 
 
-def _make_folder(folder: Path) -> None:
-    check_belongings(folder, (METRICS, EVALUATIONS))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise PacelineError(
-            "PL532",
-            saw=f"{folder} cannot be written to: {error.strerror}.",
-            rule="A run's folder holds its checkpoints and metrics.",
-            fix="Choose another folder, or change its permissions.",
-        ) from None
-
-
-def _warn_of_skip(path: Path, findings: list[Finding]) -> None:
-    for finding in findings:
-        log.warning("%s", finding)
-    log.warning("%s is left out; trying the one before it", path)
+def _no_folder_error() -> PacelineError:
+    return PacelineError(
+        "PL403",
+        saw="save() before resume().",
+        rule="Checkpoints go into the run's folder.",
+        fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
+    )

@@ -1,0 +1,178 @@
+"""One start of a run: its folder as the ranks see it, the checkpoint that it goes on from, and its number."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint.generation import begin_generation, newest_generation
+from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
+from paceline.checkpoint.writing.waiting import await_writers
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
+from paceline.train.state.apart import count_copies, find_apart, warn_of_single_copies, write_apart
+from paceline.train.state.disks import find_disks
+from paceline.train.state.failures import Failures
+from paceline.train.state.follow import SharedRows
+from paceline.train.state.history import History
+from paceline.train.state.same_model import check_one_run
+from paceline.train.state.saving import Write
+from paceline.train.state.transfer import run_on_main
+from paceline.train.state.verified import SharedVerification
+from paceline.world import World
+
+log = logging.getLogger(__name__)
+
+
+class RunStart:
+    """A start of a run, made when it resumes; collective.
+
+    It begins with its first step or save: a start that only loads disturbs no other.
+
+    Args:
+        world: the ranks.
+        folder: of the run.
+        keep: checkpoints to keep.
+        copies: number of disks that hold each file if nodes have disks of their own, or `"auto"`.
+
+    Attributes:
+        folder: of the run.
+        newest: the checkpoint that it goes on from, as this rank names it; `None` for a new run.
+        run_id: the run, from its first start on; rank 0's counts.
+        generation: number of this start; rank 0's counts.
+        failures: of the run's starts.
+        history: of the run's checkpoints.
+
+    Raises:
+        PacelineError: why the run cannot go on from this folder; PL5xx.
+    """
+
+    def __init__(self, world: World, folder: Path, *, keep: int, copies: int | str) -> None:
+        await_writers(folder / CHECKPOINTS)
+        self.folder = folder
+        self.run_id, self.generation = secrets.token_hex(8), 1
+        self._world, self._keep = world, keep
+        self._has_begun = False
+        self._open_folder: OpenFolder | None = None
+        self._disks = disks = find_disks(world, folder, lambda: _make_folder(folder))
+        self._copies = count_copies(copies, disks)
+        if world.is_main:
+            warn_of_single_copies(self._copies, disks)
+        checkpoints = CheckpointFolder(folder, keep=keep)
+        # Where nodes have disks of their own, else `None`.
+        self._rows = None if disks.is_common else SharedRows(world, disks, folder)
+        self.failures = Failures(world, disks, checkpoints)
+        self.failures.settle()
+        self.newest: Path | None = None
+        self._apart_step = 0
+        if not disks.is_common and (found := find_apart(world, disks, checkpoints, copies=self._copies)):
+            self.newest, self._apart_step = found[0], found[1].step
+        self.history = History(world, disks, folder)
+        self.history.check(None if disks.is_common else self._apart_step)
+        # Rank 0's, when it looks for a checkpoint to load.
+        self._steps = run_on_main(world, lambda: set(checkpoints.steps()))
+        if disks.is_common:
+            self.newest = SharedVerification(world, checkpoints).find_newest(_warn_of_skip)
+
+    def open(self) -> None:
+        """Note which folder this is, so that another one in its place is detected; on rank 0."""
+        self._open_folder = OpenFolder(self.folder)
+
+    def adopt(self, identity: Mapping[str, Any]) -> None:
+        """Go on with the run of a checkpoint; on rank 0.
+
+        Raises:
+            PacelineError: PL526 if the folder has checkpoints of several runs.
+        """
+        if self._disks.is_common:
+            check_one_run(CheckpointFolder(self.folder, keep=self._keep).list_runs(), self.folder)
+        self.run_id = identity.get("run", self.run_id)
+        self.generation = identity.get("generation", 0) + 1
+
+    def resume_rows(self) -> None:
+        """Bring the metrics up to the loaded step to all disks; collective."""
+        if self._rows is not None:
+            self._rows.resume(self._apart_step)
+
+    def begin(self) -> None:
+        """Number this start, so that no older one commits any more; collective, the first time.
+
+        Raises:
+            PacelineError: PL383 if another start has saved since this one loaded.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        folder, is_common = self.folder, self._disks.is_common
+
+        def begin() -> int:
+            number = self.generation
+            try:
+                number = max(number, newest_generation(folder) + 1)
+                if not is_common:  # the nodes that see each other decide
+                    return number
+                self._refuse_newer()  # before the other start is kept from saving
+                number = begin_generation(folder, number)
+            except OSError as error:  # as for a save, a failing disk does not end training
+                why = error.strerror or error
+                log.warning("this start cannot be numbered in %s (%s): an older one may save", folder, why)
+                return number
+            self._refuse_newer()
+            return number
+
+        self.generation = run_on_main(self._world, begin)
+
+    def begin_save(self) -> CheckpointFolder:
+        """Return the folder that a save of this start goes into; collective."""
+        self.begin()
+        generation = self.generation if self._disks.is_common else None
+        return CheckpointFolder(self.folder, keep=self._keep, generation=generation)
+
+    def choose_write(self, mode: str) -> Write | None:
+        """Return how to save if nodes have disks of their own, else `None`."""
+        if self._rows is None:
+            return None
+        return partial(write_apart, disks=self._disks, mode=mode, copies=self._copies, carry=self._rows.carry)
+
+    def check_folder(self) -> None:
+        """Raise PL522 if the folder is no longer the one that the run began in; on rank 0."""
+        assert self._open_folder is not None
+        self._open_folder.check()
+
+    def _refuse_newer(self) -> None:
+        if new := set(list_checkpoints(self.folder / CHECKPOINTS)) - self._steps:
+            raise PacelineError(
+                "PL383",
+                saw=f"Another start of the run in {self.folder} has saved step {max(new)} since this one "
+                "loaded its state.",
+                rule="A start goes on from the newest checkpoint, so that the run has one history.",
+                fix="End the other start, and start this one again.",
+            )
+
+
+def _make_folder(folder: Path) -> None:
+    check_belongings(folder, (METRICS, EVALUATIONS))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise PacelineError(
+            "PL532",
+            saw=f"{folder} cannot be written to: {error.strerror}.",
+            rule="A run's folder holds its checkpoints and metrics.",
+            fix="Choose another folder, or change its permissions.",
+        ) from None
+
+
+def _warn_of_skip(path: Path, findings: list[Finding]) -> None:
+    for finding in findings:
+        log.warning("%s", finding)
+    log.warning("%s is left out; trying the one before it", path)
