@@ -162,7 +162,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another rank that sees this disk may check it too
     except OSError as error:
         raise PacelineError(
             "PL532",
