@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.by_node.run import run_on_nodes  # noqa: E402
 from paceline.bench.spread import Spread  # noqa: E402
 from tests.launching.nodes import why_no_nodes  # noqa: E402
+from tests.launching.on_nodes import run_on_nodes  # noqa: E402
 
 RESULTS = HERE / "results"
 # Name: Mbit/s, round trip in ms, turns.

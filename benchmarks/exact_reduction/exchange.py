@@ -15,9 +15,9 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from paceline.comm.shared_memory import SharedMemoryExchange
 
 from paceline.comm.exchange import MessageExchange
-from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import plan_reduction
 from paceline.launching.local import launch
 from paceline.world import start

@@ -11,6 +11,7 @@ from paceline.bench import link_times as links_module
 from paceline.bench.common_clock import CommonClock
 from paceline.bench.link_times import PAIR_SIZES, find_slow_links, list_pairs, measure_links
 from paceline.bench.links import MeasuredLinks
+from paceline.comm import nodes as nodes_module
 from paceline.errors import PacelineError
 from paceline.world import World
 from tests.bench.measured_links import make_links
@@ -61,7 +62,7 @@ def refuse_one(world: World) -> str:
 
 
 def test_a_rank_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_out(world: World) -> Any:
+    def time_out() -> Any:
         raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
 
     monkeypatch.setattr(links_module, "find_nodes", time_out)
@@ -173,12 +174,12 @@ def test_windows_grow_until_messages_are_hardly_faster(
 def find_claimed_nodes(
     world: Any, claims: list[tuple[str, str, int]]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    original = links_module._identify_node
-    links_module._identify_node = lambda: claims[world.rank]
+    original = nodes_module._identify_node
+    nodes_module._identify_node = lambda: claims[world.rank]
     try:
-        return links_module.find_nodes(world)
+        return nodes_module.find_nodes()
     finally:
-        links_module._identify_node = original
+        nodes_module._identify_node = original
 
 
 def test_nodes_of_one_name_are_two_if_their_boots_or_networks_differ(ranks: Pool) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import MessageExchange
+from paceline.comm.exchange import Exchange
 from paceline.comm.low_rank import LowRankSum, is_low_rank
 from paceline.comm.residuals import BASIS, Residuals, RowRange
 from tests.dist.pool import Pool
@@ -24,7 +24,7 @@ def draw(step: int, slot: int) -> list[Tensor]:
 
 
 def build(residuals: Residuals, group: dist.ProcessGroup | None = None) -> LowRankSum:
-    exchange = None if group is None else MessageExchange(group)
+    exchange = None if group is None else Exchange(group)
     return LowRankSum(LOW_RANK, NUM_SLOTS, residuals, exchange, group)
 
 

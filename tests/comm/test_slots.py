@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.codec import CODECS, WholeCodec
-from paceline.comm.exchange import MessageExchange
+from paceline.comm.exchange import Exchange
 from paceline.comm.low_rank import LowRankSum
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
@@ -125,7 +125,7 @@ def sum_shared(
     group = dist.group.WORLD if world.world_size > 1 else None
     residuals = Residuals()
     if kind == "powersgd":
-        exchange = None if group is None else MessageExchange(group)
+        exchange = None if group is None else Exchange(group)
         slot_sum: Any = LowRankSum(2, 2, residuals, exchange, group, num_shards)
     else:
         codec = WholeCodec() if kind == "fp32" else CODECS[kind]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from paceline.comm import segment, shared_memory
+from paceline.comm import exchange
 from paceline.parallel.exact import ExactReduction, _flatten_like
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
@@ -62,8 +62,8 @@ class Steps:
 
 
 def delay_everything(chance: random.Random) -> Callable[[], None]:
-    """Random waits before a bucket is handed in, before it is worked on, and in a meeting."""
-    reduce_bucket, complete = ExactReduction.reduce_bucket, shared_memory._lay_end_to_end
+    """Random waits before a bucket is handed in, before it is worked on, and between messages."""
+    reduce_bucket, pass_on = ExactReduction.reduce_bucket, exchange.pass_on
 
     def wait() -> None:
         if chance.random() < 0.15:
@@ -73,27 +73,25 @@ def delay_everything(chance: random.Random) -> Callable[[], None]:
         wait()
         return reduce_bucket(self, bucket)
 
-    def complete_late(*args: Any) -> None:
+    def pass_on_late(*args: Any) -> int:
         wait()
-        complete(*args)
+        sent_bytes = pass_on(*args)
         wait()
+        return sent_bytes
 
     ExactReduction.reduce_bucket = reduce_late  # type: ignore[method-assign]
-    shared_memory._lay_end_to_end = complete_late
+    exchange.pass_on = pass_on_late
 
     def undo() -> None:
         ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
-        shared_memory._lay_end_to_end = complete
+        exchange.pass_on = pass_on
 
     return undo
 
 
-def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -> tuple[Trained, int]:
+def train_deep(world: Any, num_steps: int, delays: bool) -> tuple[Trained, int]:
     torch.manual_seed(1)
     undo = delay_everything(random.Random(world.rank)) if delays else lambda: None
-    map_segment = segment._map_segment
-    if without_memory:
-        segment._map_segment = lambda path, token, num_bytes: None
     try:
         trainer = Trainer(
             Deep(),
@@ -117,7 +115,6 @@ def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -
         return trained, 0 if replica is None else count_buckets(replica)
     finally:
         undo()
-        segment._map_segment = map_segment
 
 
 def count_buckets(replica: Any) -> int:
@@ -130,19 +127,19 @@ def count_buckets(replica: Any) -> int:
 def alone(ranks: Pool) -> Callable[[int], Trained]:
     @functools.cache
     def train(num_steps: int) -> Trained:
-        ((trained, _),) = ranks.run(train_deep, 1, (num_steps, False, False), timeout_s=60)
+        ((trained, _),) = ranks.run(train_deep, 1, (num_steps, False), timeout_s=60)
         assert isinstance(trained, Trained)
         return trained
 
     return train
 
 
-@pytest.mark.parametrize(("nproc", "without_memory"), [(3, False), (3, True)])
+@pytest.mark.parametrize("nproc", [2, 3])
 def test_two_hundred_delayed_steps_have_the_bits_of_one_process(
-    ranks: Pool, alone: Callable[[int], Trained], nproc: int, without_memory: bool
+    ranks: Pool, alone: Callable[[int], Trained], nproc: int
 ) -> None:
     expected = alone(200)
-    for trained, num_buckets in ranks.run(train_deep, nproc, (200, True, without_memory), timeout_s=100):
+    for trained, num_buckets in ranks.run(train_deep, nproc, (200, True), timeout_s=100):
         assert num_buckets >= 8
         assert trained.losses == expected.losses
         assert trained.grad_norms == expected.grad_norms
@@ -155,7 +152,7 @@ def test_ranks_without_microbatches_change_nothing(
 ) -> None:
     """A global batch has five microbatches."""
     expected = alone(20)
-    for trained, _ in ranks.run(train_deep, nproc, (20, False, False), timeout_s=60):
+    for trained, _ in ranks.run(train_deep, nproc, (20, False), timeout_s=60):
         assert (trained.losses, trained.hash) == (expected.losses, expected.hash)
 
 
@@ -169,7 +166,7 @@ def die_in_a_bucket(world: Any) -> None:
 
     ExactReduction.reduce_bucket = reduce_or_die  # type: ignore[method-assign]
     try:
-        train_deep(world, 20, False, False)
+        train_deep(world, 20, False)
     finally:
         ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
 

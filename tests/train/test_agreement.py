@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.comm.board import NumberBoard
 from paceline.train.agreement import Agreed, Agreement, RankMessage
 from tests.dist.pool import Pool, RankError
 
 
-def agree(
-    world: Any, num_microbatches: int, num_statistics: int, signums: list[int], on_board: bool = False
-) -> tuple[Agreed, float]:
+def agree(world: Any, num_microbatches: int, num_statistics: int, signums: list[int]) -> tuple[Agreed, float]:
     """Microbatches go round the ranks; each has sums that would not add up the same in another order."""
     group = torch.distributed.group.WORLD if world.world_size > 1 else None
-    board = NumberBoard(group) if on_board and group is not None else None
-    agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group, board)
+    agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group)
     for index in range(world.rank, num_microbatches, world.world_size):
         statistics = torch.arange(num_statistics, dtype=torch.float64) * 0.1 + index
         loss = torch.tensor(math.nan if index == 2 else 0.1 * 3**index, dtype=torch.float64)
@@ -29,22 +24,15 @@ def agree(
         agreement.add_statistics(index, statistics)
     agreement.put_used([True, world.rank == 1, False])
     agreement.launch(RankMessage(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6, 0]))
-    if board is not None:
-        world.barrier()
     return agreement.wait(torch.tensor(0.5 + world.rank))
 
 
 # Small vectors are exchanged in another way than large ones.
 @pytest.mark.parametrize(("num_microbatches", "num_statistics"), [(5, 0), (5, 4), (5, 2000)])
-@pytest.mark.parametrize("on_board", [False, True])
-def test_all_ranks_read_the_same_bits(
-    ranks: Pool, num_microbatches: int, num_statistics: int, on_board: bool
-) -> None:
+def test_all_ranks_read_the_same_bits(ranks: Pool, num_microbatches: int, num_statistics: int) -> None:
     expected = None
     for nproc in (1, 2, 4):
-        results = ranks.run(
-            agree, nproc=nproc, args=(num_microbatches, num_statistics, [0] * nproc, on_board)
-        )
+        results = ranks.run(agree, nproc=nproc, args=(num_microbatches, num_statistics, [0] * nproc))
         for rank, (agreed, extra) in enumerate(results):
             assert extra == 0.5 + rank, "its own"
             losses = [0.1 * 3**index for index in range(num_microbatches)]
@@ -88,40 +76,3 @@ def test_another_position_of_any_rank_is_reported_on_all(ranks: Pool, positions:
         ranks.run(agree_at, nproc=len(positions), args=(positions,))
     assert {error.code for error in caught.value.causes.values()} == {"PL430"}
     assert sorted(caught.value.causes) == list(range(len(positions)))
-
-
-def agree_on_boards(world: Any, lengths: list[int]) -> list[float]:
-    """Turn after turn on one board, some ranks late; the meeting is a barrier."""
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    board, seen = NumberBoard(group), []
-    for turn, length in enumerate(lengths):
-        agreement = Agreement(length, 0, 0, torch.device("cpu"), group, board)
-        for index in range(world.rank, length, world.world_size):
-            agreement.put_microbatch(index, torch.tensor(turn + 0.5), torch.tensor(1.0))
-        agreement.launch(RankMessage(0, turn))
-        world.barrier()
-        time.sleep(0.002 * ((turn + world.rank) % 3))
-        agreed, _ = agreement.wait()
-        seen.append(sum(agreed.losses))
-    return seen
-
-
-def test_a_board_is_good_for_turn_after_turn(ranks: Pool) -> None:
-    lengths = [4, 4, 4, 300, 4, 5000, 3, 3, 3]
-    expected = [(turn + 0.5) * length for turn, length in enumerate(lengths)]
-    assert ranks.run(agree_on_boards, nproc=3, args=(lengths,)) == [expected] * 3
-
-
-def agree_on_other_lengths(world: Any) -> None:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    agreement = Agreement(1 + world.rank, 0, 0, torch.device("cpu"), group, NumberBoard(group))
-    agreement.launch(RankMessage(0, 1))
-    world.barrier()
-    agreement.wait()
-
-
-def test_other_numbers_of_microbatches_are_named(ranks: Pool) -> None:
-    with pytest.raises(RankError, match="34 on rank 0, 36 on rank 1"):
-        ranks.run(agree_on_other_lengths)

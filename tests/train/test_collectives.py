@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
-from paceline.comm import board, meeting
 from paceline.parallel.replicate import Replica
 from paceline.train.agreement import NUM_SENT, Agreement
 from paceline.train.trainer import Trainer
@@ -35,16 +34,9 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
     )
 
 
-def agreement_of(nproc: int, per_rank: int) -> Any:
-    """Return the collectives of an agreement: an all-to-all, which each rank sums."""
-    return "all_to_all", (nproc * (nproc * NUM_SENT + per_rank),)
-
-
-def without_board(world: Any, function: Any, *args: Any) -> Any:
-    """Do without a board, as ranks of several machines do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(board, "share_memory", lambda group, num_bytes: None)
-        return function(world, *args)
+def agreement_of(nproc: int, numbers: int) -> Any:
+    """Return the collective of an agreement."""
+    return "all_reduce", (nproc * NUM_SENT + numbers,)
 
 
 def data(num_samples: int) -> TensorDataset:
@@ -73,16 +65,12 @@ def test_a_step_is_one_agreement_and_one_round_of_gradients(
     ranks: Pool, nproc: int, num_microbatches: int
 ) -> None:
     settings = {"ddp": {"bucket_cap_mb": 0.01}, "clip_norm": 0.1}
-    args = (collectives_of_a_step, 2 * num_microbatches, 5, settings)
-    results = ranks.run(without_board, nproc=nproc, args=args, env=RECORD)
-    on_board = ranks.run(collectives_of_a_step, nproc=nproc, args=args[1:], env=RECORD)
-    gradients_of = [[[*first, last] for *first, _, last in steps] for steps in results]
-    assert on_board == gradients_of, "no message of its own"
+    args = (2 * num_microbatches, 5, settings)
+    results = ranks.run(collectives_of_a_step, nproc=nproc, args=args, env=RECORD)
     for steps in results:
         assert len(steps) == 4
         for *first, agreement, last in steps:
             gradients = [*first, last]
-            # Every rank sends the small vector to every other.
             assert agreement == agreement_of(nproc, PER_MICROBATCH * num_microbatches)
             assert len(gradients) > 1, "several buckets"
             assert {name for name, _ in gradients} == {"all_reduce"}
@@ -90,25 +78,13 @@ def test_a_step_is_one_agreement_and_one_round_of_gradients(
     assert all(steps == results[0] for steps in results)
 
 
-def with_meetings(world: Any, name: str, value: Any, *args: Any) -> Any:
-    """Return the collectives of steps whose ranks meet with another value of a constant."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, name, value)
-        return collectives_of_a_step(world, *args)
-
-
-def test_an_exact_reduction_meets_once_per_small_bucket(ranks: Pool) -> None:
-    """Through shared memory. If ranks cannot meet there, there is a byte per pair of ranks on the wire, and
-    nothing else."""
+def test_an_exact_reduction_has_no_collective_beside_the_agreement(ranks: Pool) -> None:
+    """Gradients travel in messages between pairs, which torch does not record."""
     settings = {"reduction": "exact", "ddp": {"bucket_cap_mb": 0.01}}
-    args = (8, 5, settings)
-    for steps in ranks.run(with_meetings, nproc=3, args=("_FUTEX_CALLS", {}, *args), env=RECORD):
+    for steps in ranks.run(collectives_of_a_step, nproc=3, args=(8, 5, settings), env=RECORD):
         assert len(steps) == 4
         for collectives in steps:
-            assert set(collectives) == {("all_to_all", (3,))}
-            assert len(collectives) == len(steps[0]) >= 2
-    patient = ranks.run(with_meetings, nproc=3, args=("_PATIENCE_S", 60.0, *args), env=RECORD)
-    assert patient == [[[]] * 4] * 3, "no message at all"
+            assert collectives == [agreement_of(3, 4 * PER_MICROBATCH)]
 
 
 def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:
@@ -117,7 +93,7 @@ def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:
 
 
 def test_running_statistics_travel_in_the_same_vector(ranks: Pool) -> None:
-    for steps in ranks.run(without_board, args=(batchnorm_steps, {}), env=RECORD):
+    for steps in ranks.run(batchnorm_steps, args=({},), env=RECORD):
         for agreement, *gradients in steps:
             assert agreement == agreement_of(2, 4 * (PER_MICROBATCH + PER_BATCHNORM))
             assert [name for name, _ in gradients] == ["all_reduce"]
@@ -126,8 +102,9 @@ def test_running_statistics_travel_in_the_same_vector(ranks: Pool) -> None:
 def test_broadcast_buffers_is_what_asks_for_more(ranks: Pool) -> None:
     settings = {"ddp": {"broadcast_buffers": True}}
     for steps in ranks.run(batchnorm_steps, args=(settings,), env=RECORD):
-        for *buffers, gradients in steps:
+        for *buffers, agreement, gradients in steps:
             assert buffers
+            assert agreement == agreement_of(2, 4 * (PER_MICROBATCH + PER_BATCHNORM))
             assert {name for name, _ in buffers} == {"broadcast"}
             assert gradients[0] == "all_reduce"
 
@@ -184,7 +161,7 @@ def test_evaluation_is_two_collectives_and_a_raw_batch_costs_one_more(ranks: Poo
             "settings, whether to stop, and results"
         )
         assert result["evaluate"] == ["all_reduce", "all_reduce"], "whether to stop, and results"
-        assert result["raw batch"] == ["all_reduce", "all_reduce"], "sizes, and gradients"
+        assert result["raw batch"] == ["all_reduce"] * 3, "sizes, agreement and gradients"
         assert result["loader"] == []
 
 

@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from paceline.comm import nodes as nodes_module
 from paceline.errors import PacelineError
-from tests.comm.test_by_node import claim_node
 from tests.dist.pool import Pool, RankError
 from tests.train.test_compress import are_equal, build, train
 
 BLOCK = (0, 0, 1, 1)
 BETWEEN = {"links": "between_nodes", "slots": None}
+
+
+@contextmanager
+def claim_node(node: int) -> Iterator[None]:
+    original = nodes_module._identify_node
+    nodes_module._identify_node = lambda: ("host", "boot", node)
+    try:
+        yield
+    finally:
+        nodes_module._identify_node = original
 
 
 def train_on_nodes(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.by_node.run import run_on_nodes
 from tests.launching.nodes import why_no_nodes
+from tests.launching.on_nodes import run_on_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,9 +14,9 @@ from paceline.checkpoint.content.sharded import ShardedStored
 from paceline.checkpoint.names import CHECKPOINTS
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import read_header
-from tests.comm.test_by_node import claim_node
 from tests.dist.pool import Pool
 from tests.train.test_compress import are_equal, train
+from tests.train.test_compress_by_node import claim_node
 
 BEGIN = "state/residuals.model.residuals."
 NUM_SUMMED = 300 * 40 + 300 + 50 * 300 + 50 + 8 * 50 + 8

@@ -22,6 +22,7 @@ from paceline.bench.link_times import SlowLink, find_slow_links, measure_links
 from paceline.bench.links import Links, MeasuredLinks
 from paceline.bench.predictions import ALGORITHMS, predict
 from paceline.bench.spread import Spread
+from paceline.comm.collectives import all_gather, reduce_scatter
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.plan.calls import BUS_FACTORS
@@ -33,9 +34,6 @@ _CELL_S = 3.0
 _FEWEST = 5
 _WARM_UP = 2
 NEAR = 0.25
-# Newer versions of torch have the first name, older ones the second.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,8 @@ def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[st
     parts = list(other.view(num_ranks, -1)) if rank == 0 else None
     return 4 * count * num_ranks, {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "reduce_scatter": lambda: _reduce_scatter(part, other),
-        "all_gather": lambda: _all_gather(other, part),
+        "reduce_scatter": lambda: reduce_scatter(part, other),
+        "all_gather": lambda: all_gather(other, part),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
         "gather": lambda: dist.gather(part, parts, dst=0),

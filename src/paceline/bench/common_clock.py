@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.comm.segment import read_boot
+from paceline.comm.nodes import read_boot
 from paceline.world import World
 
 _PINGS = 7

@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +39,7 @@ import torch.distributed as dist
 
 from paceline.bench.common_clock import CommonClock
 from paceline.bench.links import Curve, Link, Links, MeasuredLinks, Pair
-from paceline.comm.segment import read_boot
+from paceline.comm.nodes import find_nodes
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.world import World
@@ -87,7 +85,7 @@ def measure_links(world: World) -> MeasuredLinks:
         )
     start_s = time.perf_counter()
     try:
-        hosts, nodes = find_nodes(world)
+        hosts, nodes = find_nodes()
         pairs = tuple(_measure_pairs(nodes, world.rank))
         groups = [[rank for rank, node in enumerate(nodes) if node == at] for at in range(len(hosts))]
         leaders = [group[0] for group in groups]
@@ -107,23 +105,6 @@ def measure_links(world: World) -> MeasuredLinks:
         ) from error
     links = Links(same, between, call_s, copy, add)
     return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)
-
-
-def find_nodes(world: World) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the nodes' host names, and each rank's node; all ranks must call it."""
-    found: list[tuple[str, str, int]] = [("", "", 0)] * world.world_size
-    dist.all_gather_object(found, _identify_node())
-    known = list(dict.fromkeys(found))
-    return tuple(host for host, _, _ in known), tuple(known.index(node) for node in found)
-
-
-def _identify_node() -> tuple[str, str, int]:
-    """Return host name, boot and network namespace; the last two are constants except on Linux."""
-    try:
-        network = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        network = 0
-    return socket.gethostname(), read_boot(), network
 
 
 # ---- pairs

@@ -38,8 +38,7 @@ class Reduction:
         ratio: exact over fast, over pairs of blocks.
         num_parameters: of the model.
         gradient_bytes: reduced per step.
-        network_bytes: what the exact reduction sends per step over a network, of the rank that sends most;
-            ranks of one machine exchange through memory instead.
+        network_bytes: what the exact reduction sends per step, of the rank that sends most.
         ring_bytes: what a ring all-reduce sends per rank.
         global_batch_size: samples per step over all ranks.
         microbatch_size: samples per forward.

@@ -1,26 +1,17 @@
-"""Gathers small vectors in fewer round trips than gloo: every rank sends its own to all others at once.
-
-That is one round trip; gloo's ring takes N - 1. All ranks call it with vectors of the same size and dtype.
-"""
+"""Names torch's collectives of one tensor per rank as the installed version does, and gathers vectors."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
 
-# A larger vector takes the library's all-gather: latency matters less, and a direct one copies it N times.
-_MOST_GATHERED_BYTES = 1 << 20
+# torch 2.13 renamed both and deprecates the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_directly(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the vectors of all ranks of a group, one per row.
-
-    On CUDA and for large vectors it is the library's all-gather. The rows have the same bits.
-    """
-    num_ranks = group.size()
-    gathered = own.new_empty(num_ranks, own.numel())
-    if own.is_cuda or gathered.numel() * gathered.element_size() > _MOST_GATHERED_BYTES:
-        dist.all_gather(list(gathered.unbind(0)), own, group=group)
-    else:
-        dist.all_to_all_single(gathered.view(-1), own.repeat(num_ranks), group=group)
-    return gathered
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the vectors of all ranks of a group, one per row; they have one size and dtype."""
+    rows = own.new_empty(group.size(), own.numel())
+    all_gather(rows.view(-1), own, group=group)
+    return rows

@@ -10,7 +10,8 @@ Protocol for a vector of n elements on W ranks, where rank r contributes k_r sub
 Sent per rank: (k + 1)(W - 1)/W n elements. With one subtree per rank that is a ring all-reduce's
 2(W - 1)/W n; with uneven shares (k = 2 or more) it is (k + 1)/2 times as much.
 
-A small vector is one chunk, which every rank receives and adds: one message after another costs latency.
+One message after another costs latency. So a vector is one chunk, which every rank receives and adds, if it
+is small or if that sends no more: on 2 ranks with one subtree each.
 
 An exchange issues its messages one vector after the other, on a group that nothing else uses, so their order
 is that of the calls. All ranks must make the same calls.
@@ -18,16 +19,13 @@ is that of the calls. All ranks must make the same calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tree import ReductionPlan
 
-# Vectors up to this size travel whole: one message after another costs latency.
+# Vectors up to this size travel whole, although that sends more.
 WHOLE_BYTES = 8 << 10
 
 
@@ -45,28 +43,8 @@ def as_real(subtrees: list[list[Tensor]], total: Tensor) -> tuple[list[list[Tens
     return [[view(vector) for vector in subtree] for subtree in subtrees], view(total)
 
 
-class Exchange(Protocol):
-    """A way to sum over ranks.
-
-    Attributes:
-        sent_bytes: what this rank has sent to others so far.
-    """
-
-    sent_bytes: int
-
-    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
-        """Sum the subtrees of all ranks into `total`; collective.
-
-        Args:
-            subtrees: this rank's, each as one-dimensional tensors that laid end to end have the length of
-                `total`. The last one may be `[total]`. May be overwritten.
-            plan: which subtrees each rank brings and how they are added.
-            total: one-dimensional and contiguous; holds the same bits on every rank afterwards.
-        """
-
-
-class MessageExchange:
-    """An exchange by messages between pairs of ranks, over any network.
+class Exchange:
+    """Sums over the ranks of a group.
 
     With gloo, messages that are sent and received in place take as long as an all-reduce; all-to-all and
     all-gather, which copy, take longer (benchmarks/exact_reduction/exchange.py).
@@ -74,6 +52,9 @@ class MessageExchange:
     Args:
         group: the ranks; no other code may use it.
         device: where the vectors are.
+
+    Attributes:
+        sent_bytes: what this rank has sent to others so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
@@ -87,10 +68,20 @@ class MessageExchange:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+        """Sum the subtrees of all ranks into `total`; collective.
+
+        Args:
+            subtrees: this rank's, each as one-dimensional tensors that laid end to end have the length of
+                `total`. The last one may be `[total]`. May be overwritten.
+            plan: which subtrees each rank brings and how they are added.
+            total: one-dimensional and contiguous; holds the same bits on every rank afterwards.
+        """
         subtrees, total = as_real(subtrees, total)
-        is_small = total.numel() * total.element_size() <= WHOLE_BYTES
+        is_whole = total.numel() * total.element_size() <= WHOLE_BYTES or (
+            self._num_ranks == 2 and all(len(own) == 1 for own in plan.subtrees)
+        )
         chunks = cut_evenly(total.numel(), self._num_ranks)
-        if is_small:
+        if is_whole:
             chunks = [slice(0, total.numel())] * self._num_ranks
         own = chunks[self._rank]
         own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
@@ -101,7 +92,7 @@ class MessageExchange:
         for left, right in plan.additions:
             rows[left].add_(rows[right])
         total[own].copy_(rows[0])
-        if is_small:
+        if is_whole:
             return
         self._pass_on(
             [(peer, total[own]) for peer in self._peers],
@@ -158,32 +149,6 @@ def pass_on(
         for work in dist.batch_isend_irecv(messages):
             work.wait()
     return sum(tensor.numel() * tensor.element_size() for _, tensor in departures)
-
-
-def add_overwriting(rows: dict[int, Tensor], additions: Sequence[tuple[int, int]], total: Tensor) -> None:
-    """Add rows by place in the order given, the last time into `total`; overwrites them."""
-    if not additions:
-        [only] = rows.values()
-        total.copy_(only)
-        return
-    *steps, (left, right) = additions
-    for first, second in steps:
-        rows[first].add_(rows[second])
-    torch.add(rows[left], rows[right], out=total)
-
-
-def add_keeping(rows: dict[int, Tensor], additions: Sequence[tuple[int, int]], total: Tensor) -> None:
-    """Add rows by place in the order given, the last time into `total`, leaving the rows unchanged."""
-    if not additions:
-        [only] = rows.values()
-        total.copy_(only)
-        return
-    own: dict[int, Tensor] = {}
-    *steps, (left, right) = additions
-    for first, second in steps:
-        other = own.get(second, rows[second])
-        own[first] = own[first].add_(other) if first in own else rows[first] + other
-    torch.add(own.get(left, rows[left]), own.get(right, rows[right]), out=total)
 
 
 def cut_evenly(length: int, num_parts: int) -> list[slice]:

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from paceline.comm.exchange import Exchange, nothing_like
-from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 from paceline.torch_seams.operators import add_to_each
@@ -88,7 +87,7 @@ class ExactReduction:
         self._line: _OrderedThread | None = None
         if group is not None:
             on_cpu = device.type == "cpu"
-            self.exchange = build_exchange(group, device)
+            self.exchange = Exchange(group, device)
             self._line = _OrderedThread() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

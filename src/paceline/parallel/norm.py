@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from paceline.comm.collectives import gather_directly
+from paceline.comm.collectives import gather_rows
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
 from paceline.parallel.split import Split
@@ -55,7 +55,7 @@ def measure_norm(
         return _norm_of_all([gradient for _, gradient in gradients], dtype, device)
     else:
         squares = _add_own_squares(gradients, placement, device)
-        squares = gather_directly(squares.reshape(1), mesh.model.group).sum()
+        squares = gather_rows(squares.reshape(1), mesh.model.group).sum()
     return squares.sqrt()
 
 
@@ -165,7 +165,7 @@ def _add_rows(
     for name in sorted(by_axis):
         assert mesh is not None
         axis, own = mesh.axes[name], _add_squares(by_axis[name], device)
-        total = gather_directly(own.reshape(1), axis.group).sum() + total
+        total = gather_rows(own.reshape(1), axis.group).sum() + total
     return total
 
 
@@ -234,7 +234,7 @@ def _order_rows(rows: list[Tensor], totals: list[int], mesh: Mesh) -> list[Tenso
     own = rows[0].new_zeros(sum(most))
     for start, part in zip(_starts(most), rows, strict=True):
         own[start : start + len(part)] = part
-    gathered = gather_directly(own, mesh.dp_shard.group)
+    gathered = gather_rows(own, mesh.dp_shard.group)
     return [
         gathered[:, start : start + count].reshape(-1)[:total]
         for start, count, total in zip(_starts(most), most, totals, strict=True)

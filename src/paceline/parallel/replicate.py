@@ -222,14 +222,6 @@ class Replica:
         """Whether all steps so far used the same parameters; known only with `find_unused_parameters`."""
         return is_graph_static(self._ddp)
 
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether no rank ends a reducing backward before all have begun it.
-
-        It is False with a user's hook, which may do anything.
-        """
-        return self._averaging_hook is None
-
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         """Run `compute(batch)` under DDP."""
         self.is_used = True

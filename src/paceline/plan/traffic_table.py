@@ -148,7 +148,7 @@ def _list_replicas(recipe: Recipe, layout: Layout, parameters: list[Parameter]) 
         number=_number_bytes(recipe),
         bucket_bytes=_bucket_bytes(recipe),
     )
-    return calls, "gradients, once per step; by messages (in shared memory: none)"
+    return calls, "gradients, once per step; in the order of a tree"
 
 
 def _list_shards(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Listed:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -28,15 +26,6 @@ def find_store() -> Store:
     """Return the store on which the ranks of the default group met."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
-
-
-def read_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which a collective of this group on the CPU fails; infinite if unknown."""
-    try:
-        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except AttributeError:
-        return math.inf
-    return seconds
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -183,15 +183,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             f"{_C10D}._World.group_count",
             "a start after one that failed names its groups like the other ranks",
         ),
-        *(
-            TorchName(
-                f"torch._C._distributed_c10d.{name}",
-                "a meeting in shared memory has the group's timeout",
-                "",
-                "ranks wait without end for one that was stopped at the start of a meeting",
-            )
-            for name in ("ProcessGroup._get_backend", "Backend.Options._timeout", "ProcessGroupGloo.options")
-        ),
         TorchName(
             "torch.distributed.device_mesh.DeviceMesh._flatten",
             "sums over several axes at once by one group",

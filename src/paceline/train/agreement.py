@@ -1,4 +1,4 @@
-"""Collects everything that ranks must agree on in a step, in one small collective or none.
+"""Collects everything that ranks must agree on in a step, in one small collective.
 
 One float64 vector is summed over the ranks. Only one rank fills each slot and the others add zero,
 so the sum is exact. Every rank reads the same bits, in an order that does not depend on which rank
@@ -9,15 +9,7 @@ computed what:
       per parameter: on how many ranks a gradient was computed (where that is tracked) |
       per row of the gradient: its norm (in a pipeline without data ranks, see `parallel/norm.py`) ]
 
-A rank sends it before the last gradients, and reads it when they have arrived. There are three ways to send
-it, and the first one that suits the ranks is taken:
-
-- **A board** in memory that the ranks of one machine share (`comm/board.py`). No rank completes the sum of
-  the gradients before all have written, so that sum makes the board readable and no message is needed.
-- **All-to-all**, for a small vector on CPU ranks: each rank adds up what it receives. It needs
-  one hop; a ring needs 2(n-1). Measured with gloo on one machine: 0.29 ms instead of 0.57 ms on 2 ranks,
-  1.6 ms instead of 3.7 ms on 4, and half of the CPU time, which backward would otherwise lose.
-- **An all-reduce**.
+A rank sends it before the last gradients, and reads it when they have arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.board import NumberBoard
 from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
@@ -39,8 +30,6 @@ NUM_COPIES = 4
 _STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _BUSY, _LASTED, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 5, 6, 8
 NUM_SENT = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
-# A vector is sent directly if all that a rank sends is at most this: more takes longer than the saved hops.
-_MOST_DIRECT_BYTES = 256 << 10
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
 
 Numbers = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -109,8 +98,6 @@ class Agreement:
         num_parameters: parameters whose use is tracked, 0 for none.
         device: where the collective runs.
         group: the ranks, or `None` for a world of one.
-        board: the board of the same ranks, or `None`. It requires a vector on the CPU, and between `launch`
-            and `wait` a collective that no rank can complete before all have joined it.
         num_parts: parts of the gradient's norm that ranks report, 0 for none.
     """
 
@@ -121,7 +108,6 @@ class Agreement:
         num_parameters: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        board: NumberBoard | None = None,
         *,
         num_parts: int = 0,
     ) -> None:
@@ -137,9 +123,6 @@ class Agreement:
         # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
         self._array = self._vector.numpy() if device.type == "cpu" else None
         self._group = group
-        assert board is None or (self._array is not None and group is not None)
-        self._board = board if board is not None and board.reserve(length) else None
-        self._received: Tensor | None = None
         self._work: dist.Work | None = None
         self._sent = RankMessage(0, 0)
 
@@ -171,7 +154,7 @@ class Agreement:
         self._vector[len(self._vector) - self._num_parts :] = parts
 
     def launch(self, message: RankMessage) -> None:
-        """Start the collective, or write this rank's vector to the board."""
+        """Start the collective."""
         self._sent = message
         plain = (message.stop_signum, message.position, message.signature % _HALF, message.leaves_out)
         row = [float(number) for number in (*plain, message.busy_s, message.lasted_s)]
@@ -190,26 +173,14 @@ class Agreement:
             self._vector[start + _COPIES : start + NUM_SENT] = halves.reshape(-1)
         if self._group is None:
             return
-        length = len(self._vector)
-        if self._board is not None:
-            assert self._array is not None
-            self._board.write(self._array)
-        elif self._array is not None and 8 * length * self._num_ranks <= _MOST_DIRECT_BYTES:
-            self._received = torch.empty(self._num_ranks * length, dtype=torch.float64)
-            sent = self._vector.repeat(self._num_ranks)
-            self._work = dist.all_to_all_single(self._received, sent, group=self._group, async_op=True)
-        else:
-            self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
     def wait_for_parts(self) -> Tensor:
         """Wait for the collective; return the parts of the norm from all ranks, on the device."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._received is None:
-            return self._vector[len(self._vector) - self._num_parts :]
-        rows = self._received.view(self._num_ranks, -1)
-        return rows[:, rows.shape[1] - self._num_parts :].sum(0)
+        return self._vector[len(self._vector) - self._num_parts :]
 
     def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
         """Wait for the collective and read its result, with one transfer from the device.
@@ -227,7 +198,7 @@ class Agreement:
             self._work.wait()
         brought = 0.0
         if self._array is not None:
-            numbers = self._read_array()
+            numbers = self._array
             if extra is not None:
                 brought = extra.item()
         else:
@@ -259,19 +230,6 @@ class Agreement:
         )
         return agreed, brought
 
-    def _read_array(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        assert self._array is not None
-        if self._board is not None:
-            lengths, rows = self._board.read()
-            if len(set(lengths)) > 1:
-                raise _other_lengths_error(lengths)
-        elif self._received is not None:
-            rows = self._received.numpy().reshape(self._num_ranks, -1)
-        else:
-            return self._array
-        total: np.ndarray[tuple[int], np.dtype[np.float64]] = rows.sum(0)
-        return total
-
     def _check_positions(self, positions: list[int]) -> None:
         if positions.count(positions[0]) == len(positions):
             return
@@ -298,15 +256,3 @@ class Agreement:
         )
         error.on_every_rank = True
         raise error
-
-
-def _other_lengths_error(lengths: list[int]) -> PacelineError:
-    shown = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-    error = PacelineError(
-        "PL430",
-        saw=f"the numbers that ranks exchange per step have different lengths: {shown}.",
-        rule="Every rank takes the same steps on the same global batches, cut into the same microbatches.",
-        fix="Look for a batch size, a loader or a model that depends on the rank.",
-    )
-    error.on_every_rank = True
-    return error

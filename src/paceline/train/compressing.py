@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from paceline.comm.segment import find_machines
+from paceline.comm.nodes import find_nodes
 from paceline.errors import PacelineError
 from paceline.parallel.compress import CompressSettings
 from paceline.recipe import Layout
@@ -24,7 +24,7 @@ _NODES: WeakKeyDictionary[World, tuple[int, ...]] = WeakKeyDictionary()
 def find_nodes_once(world: World, section: CompressSection) -> None:
     """Find out each rank's node if the compression depends on it; all ranks must call it."""
     if section.kind != "none" and section.links == "between_nodes" and world not in _NODES:
-        _NODES[world] = find_machines(all_ranks()) if world.world_size > 1 else (0,)
+        _NODES[world] = find_nodes(all_ranks())[1] if world.world_size > 1 else (0,)
 
 
 def choose_compression(

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.board import NumberBoard
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
@@ -151,7 +150,6 @@ class Update:
         self._whole_steps = whole_steps
         # Frozen since the build.
         self._frozen: list[Tensor] = []
-        self._board = self._make_board()
         self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
 
@@ -210,7 +208,6 @@ class Update:
             len(self._named) if runner.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
-            self._board if is_talking and share.num_microbatches else None,
             num_parts=self._num_parts,
         )
         if self._unit is None:
@@ -321,14 +318,6 @@ class Update:
         named = self.model.named_parameters()
         load_optimizer_state_by_name(self.optimizer, named, state, self.placement, is_same=is_same)
         self.runner.adopt_state(self.optimizer)
-
-    def _make_board(self) -> NumberBoard | None:
-        """Return a board for the agreement, if summing the gradients makes every rank wait for all others."""
-        if self._mesh is None or not self.runner.is_meeting or self._precision.device.type != "cpu":
-            return None
-        world = dist.group.WORLD
-        assert world is not None
-        return NumberBoard(world)
 
     def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
         """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them."""

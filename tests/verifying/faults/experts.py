@@ -95,7 +95,7 @@ def norm_counts_copies_on_every_rank_of_ep() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_of_own_experts() -> Iterator[None]:
     """Each rank of ep clips by the norm of what it counts itself."""
-    with mock.patch.object(norm, "gather_directly", lambda tensor, group: tensor):
+    with mock.patch.object(norm, "gather_rows", lambda tensor, group: tensor):
         yield
 
 

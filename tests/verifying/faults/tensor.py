@@ -117,7 +117,7 @@ def summed_over_tp_in_place_of_dp() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_per_part() -> Iterator[None]:
     """Each rank clips by the norm of its own parts."""
-    with mock.patch.object(norm, "gather_directly", lambda own, group: own.reshape(1, -1)):
+    with mock.patch.object(norm, "gather_rows", lambda own, group: own.reshape(1, -1)):
         yield
 
 

@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.exchange import Exchange
-from paceline.comm.shared_memory import build_exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.experts.calls import answer_calls
@@ -163,7 +162,7 @@ class ExpertLayout:
         """
         exchange: Exchange | None = None
         if self._copies_group is not None:
-            exchange = build_exchange(self._copies_group, self._device)
+            exchange = Exchange(self._copies_group, self._device)
         stages = dict.fromkeys(self._forms, 0) if stages is None else stages
         for name, stage in stages.items():
             self._stages.setdefault(stage, []).append(self._forms[name])

@@ -29,13 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.collectives import all_gather, reduce_scatter
 from paceline.comm.exchange import Exchange, nothing_like
 from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 
-# torch 2.13 renamed both and deprecates the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Combines the numbers of groups into one; any odd 64-bit constant works (this one is Knuth's).
 _MULTIPLIER = 6364136223846793005
 
@@ -302,7 +300,7 @@ class ChunkExchange:
 def sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
     """Sum row r of all ranks' `rows` [num_ranks, chunk] into the `chunk` of rank r."""
     if rows.is_cuda:
-        _reduce_scatter(chunk, rows, group=group)
+        reduce_scatter(chunk, rows, group=group)
         return
     arrived = torch.empty_like(rows)
     dist.all_to_all_single(arrived, rows, group=group)

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.comm.shared_memory import build_exchange
+from paceline.comm.exchange import Exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
@@ -346,7 +346,7 @@ class Shards:
             sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
         else:
             device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-            whole = build_exchange(exact_group, device)
+            whole = Exchange(exact_group, device)
             self.exchange = ChunkExchange(whole, num_shards, shard)
             exact = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
             sums = list(exact)

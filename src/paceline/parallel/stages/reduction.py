@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.exchange import Exchange, nothing_like
-from paceline.comm.shared_memory import build_exchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.exact import Gradients, add_gradients, settle_conjugates
@@ -304,7 +303,7 @@ def build_sums(
     if is_exact:
         exchange: Exchange | None = None
         if group is not None:
-            exchange = build_exchange(group, device)
+            exchange = Exchange(group, device)
         return {stage: OrderedStageSum(own, mesh.dp, exchange, shards) for stage, own in parameters.items()}
     if shards is not None:
         return {stage: CutStageSum(own, mesh, shards) for stage, own in parameters.items()}

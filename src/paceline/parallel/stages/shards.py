@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from paceline.comm.collectives import all_gather
 from paceline.mesh import Mesh
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.placement import local
-from paceline.parallel.shard.gradient_exchange import all_gather
 from paceline.torch_seams.modules import own_parameters
 from paceline.torch_seams.tensors import read_hooks, set_hooks
 

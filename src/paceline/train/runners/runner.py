@@ -148,11 +148,6 @@ class Runner(ABC):
         return False
 
     @property
-    def is_meeting(self) -> bool:
-        """Whether no rank of the world ends its last backward before all ranks have begun theirs."""
-        return False
-
-    @property
     def hook_state(self) -> HookState | None:
         """The state that the communication hook keeps on this rank between steps, or `None`."""
         return None

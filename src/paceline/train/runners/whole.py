@@ -62,14 +62,6 @@ class WholeRunner(Runner):
     def compression(self) -> Compression | None:
         return self._exact.compression if isinstance(self._exact, CompressedReduction) else None
 
-    @property
-    def is_meeting(self) -> bool:
-        # The use of parameters is known only when the gradients are summed.
-        replica = self._replica
-        if replica is None or not replica.waits_for_all or self.used is not None:
-            return False
-        return replica.num_ranks == dist.get_world_size()
-
     def silenced(self) -> AbstractContextManager[None]:
         return nullcontext() if self._replica is None else self._replica.silenced()
 

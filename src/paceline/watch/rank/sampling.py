@@ -5,10 +5,10 @@ more frequent at first than later. The watching thread takes them at random inst
 could fall on the same line of every step. A sample stands for the time since the previous one, so code that
 holds Python's lock for seconds counts in full.
 
-A rank waits for others in two cases: its innermost frames are torch's collectives or a meeting in shared
-memory; or they are autograd's engine, DDP, FSDP or a `.wait()`, and the thread is asleep (at the end of
-backward, DDP waits in C++). With a GPU it does not wait in collectives but for the device: in `.item()`,
-`.cpu()` or `synchronize()`. A thread asleep in backward means nothing there, because other threads compute.
+A rank waits for others in two cases: its innermost frames are torch's collectives; or they are autograd's
+engine, DDP, FSDP or a `.wait()`, and the thread is asleep (at the end of backward, DDP waits in C++). With a
+GPU it does not wait in collectives but for the device: in `.item()`, `.cpu()` or `synchronize()`. A thread
+asleep in backward means nothing there, because other threads compute.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MANY_FRAMES = 200
 # Resolved frames that are cached.
 _MANY_RESOLVED = 2000
 
-# Files whose functions wait for other ranks.
-_COLLECTIVES = "torch/distributed/distributed_c10d.py", "paceline/comm/meeting.py"
+# A file whose functions wait for other ranks.
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
 # Files of torch in which a sleeping thread waits for other ranks.
 _WAITS_ASLEEP = re.compile(
     r"torch/(distributed/(?!checkpoint/|elastic/|launcher/|rpc/)|nn/parallel/distributed\.py$)"

@@ -1,8 +1,4 @@
-"""Exact sums on one machine or over two nodes, until a rank stops or sleeps in one: `sums.py WHERE HOW RANK`.
-
-WHERE is `memory` or `nodes`. For `nodes` the ranks claim their nodes: two ranks each. They share memory
-within a node alone, as on real ones.
-"""
+"""Exact sums, until a rank stops, dies or sleeps in one: `sums.py HOW RANK`."""
 
 import os
 import signal
@@ -12,25 +8,16 @@ import time
 import paceline
 import torch
 import torch.distributed as dist
-from paceline.comm import segment
-from paceline.comm.by_node import NodeExchange
-from paceline.comm.meeting import MeetingPlace
-from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm import exchange
 from paceline.comm.tree import plan_reduction
-
-# What the rank that hangs has reached: a meeting, before it has counted itself; or the end of a block.
-PLACES = {"memory": (MeetingPlace, "_meet_in_memory"), "nodes": (NodeExchange, "_add_arrived")}
 
 
 def main() -> None:
-    where, how, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    how, who = sys.argv[1], int(sys.argv[2])
     with paceline.start(device="cpu", threads_per_rank=1) as world:
-        if where == "nodes":
-            segment._identify_machine = lambda: ("host", "boot", world.rank // 2)
-        exchange = SharedMemoryExchange(dist.new_group())
+        sums = exchange.Exchange(dist.new_group())
         plan = plan_reduction((1,) * world.world_size)
-        owner, name = PLACES[where]
-        original = getattr(owner, name)
+        original = exchange.pass_on
         for step in range(1000):
             if step == 5 and world.rank == who:
 
@@ -42,9 +29,9 @@ def main() -> None:
                     time.sleep(600)  # SLEEPS
                     return original(*args, **kwargs)
 
-                setattr(owner, name, disturb)
+                exchange.pass_on = disturb
             vector = torch.ones(1 << 20)
-            exchange.sum_subtrees([[vector]], plan, vector)
+            sums.sum_subtrees([[vector]], plan, vector)
             time.sleep(0.1)
 
 

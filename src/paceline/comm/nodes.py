@@ -1,0 +1,40 @@
+"""Finds out which ranks are on one node."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def find_nodes(group: dist.ProcessGroup | None = None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the nodes' host names, and each rank's node, numbered in the order of ranks; collective.
+
+    Containers with networks of their own count as nodes of their own.
+
+    Args:
+        group: the ranks; all of them by default.
+    """
+    found: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(found, _identify_node(), group=group)
+    known = list(dict.fromkeys(found))
+    return tuple(host for host, _, _ in known), tuple(map(known.index, found))
+
+
+def read_boot() -> str:
+    """Return what distinguishes this start of this machine; empty except on Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _identify_node() -> tuple[str, str, int]:
+    """Return host name, boot and network namespace; the last two are constants except on Linux."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return socket.gethostname(), read_boot(), network
