@@ -38,6 +38,13 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     "launching": [
         *(("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("members",), ("elastic",)),
     ],
+    "parallel": [
+        ("construct", "dropout"),
+        ("sums", "tensor"),
+        ("context", "experts", "replicate", "shard"),
+        ("stages",),
+        ("order",),
+    ],
     "train": [
         *(("pieces", "belongings"), ("optimizer_state", "copies"), ("runners",), ("update",), ("step",)),
         *(("metrics",), ("state",), ("trainer",), ("run",)),

@@ -15,9 +15,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from paceline.comm.shared_memory import SharedMemoryExchange
 
-from paceline.comm.exchange import MessageExchange
+from paceline.comm.exchange import Exchange
 from paceline.comm.tree import plan_reduction
 from paceline.launching.local import launch
 from paceline.world import start
@@ -39,7 +38,7 @@ def measure() -> dict[str, tuple[float, float]]:
         length = LENGTH // num_ranks * num_ranks
         bucket, received = torch.randn(length), torch.empty(length)
         plan = plan_reduction((1,) * num_ranks)
-        shared, messages = SharedMemoryExchange(dist.new_group()), MessageExchange(dist.new_group())
+        messages = Exchange(dist.new_group())
 
         def by_collectives() -> None:
             dist.all_to_all_single(received, bucket)
@@ -51,8 +50,7 @@ def measure() -> dict[str, tuple[float, float]]:
 
         ways: dict[str, Callable[[], object]] = {
             "all-reduce (the fast reduction)": lambda: dist.all_reduce(bucket),
-            "exact, shared memory": lambda: shared.sum_subtrees([[bucket]], plan, bucket),
-            "exact, messages": lambda: messages.sum_subtrees([[bucket]], plan, bucket),
+            "exact, messages": lambda: messages.sum_subtrees([bucket], plan, bucket),
             "exact, all-to-all and all-gather": by_collectives,
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

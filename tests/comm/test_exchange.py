@@ -46,10 +46,10 @@ def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tenso
     for leaf in range(first, first + shares[rank]):
         tree.push((leaf, leaf + 1), leaves[leaf])
     total = torch.full_like(leaves[0], torch.nan)
-    subtrees = [list(value.split(max(1, len(value) // 3))) for _, value in tree.subtrees]
+    subtrees = [value for _, value in tree.subtrees]
     if subtrees:  # as a bucket does: the last subtree is where the sum goes
-        total.copy_(tree.subtrees[-1][1])
-        subtrees[-1] = [total]
+        total.copy_(subtrees[-1])
+        subtrees[-1] = total
     exchange.sum_subtrees(subtrees, plan, total)
     return total
 

@@ -15,7 +15,7 @@ from paceline.comm.low_rank import LowRankSum
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum, plan_reduction
-from paceline.parallel.exact import add_gradients
+from paceline.parallel.sums.gradients import add_gradients
 from tests.dist.pool import Pool
 
 SHAPES = {"a": (7, 300), "b": (1, 5), "c": (64, 40), "d": (3, 1)}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.tree import ReductionPlan, TreeSum, are_siblings, plan_reduction, split_block
+from paceline.comm.tree import ReductionPlan, TreeSum, find_sibling, plan_reduction, split_block
 from paceline.data.share import owned_microbatches
 
 
@@ -70,7 +70,15 @@ def test_a_block_is_few_whole_nodes(num_leaves: int, data: st.DataObject) -> Non
     assert [leaf for subtree in subtrees for leaf in range(*subtree)] == list(range(start, stop))
     assert len(subtrees) <= 2 * max(1, (stop - start).bit_length())
     for left, right in itertools.pairwise(subtrees):
-        assert not are_siblings(left, right, num_leaves)
+        assert find_sibling(left, num_leaves) != right
+
+
+@given(st.integers(1, 70).flatmap(lambda n: st.permutations(range(n))))
+def test_leaves_may_come_in_any_order(leaves: list[int]) -> None:
+    tree = TreeSum(len(leaves), write_sum)
+    for leaf in leaves:
+        tree.push((leaf, leaf + 1), str(leaf))
+    assert [value for _, value in tree.subtrees] == [sum_as((len(leaves),))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 16])

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from paceline.comm import exchange
-from paceline.parallel.exact import ExactReduction, _flatten_like
+from paceline.parallel.sums.buckets import BucketSums
+from paceline.parallel.sums.gradients import flatten, view_as
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import Trained, take_steps
@@ -63,13 +64,13 @@ class Steps:
 
 def delay_everything(chance: random.Random) -> Callable[[], None]:
     """Random waits before a bucket is handed in, before it is worked on, and between messages."""
-    reduce_bucket, pass_on = ExactReduction.reduce_bucket, exchange.pass_on
+    reduce_bucket, pass_on = BucketSums.reduce_bucket, exchange.pass_on
 
     def wait() -> None:
         if chance.random() < 0.15:
             time.sleep(chance.expovariate(1 / 0.001))
 
-    def reduce_late(self: ExactReduction, bucket: GradBucket) -> Any:
+    def reduce_late(self: BucketSums, bucket: GradBucket) -> Any:
         wait()
         return reduce_bucket(self, bucket)
 
@@ -79,11 +80,11 @@ def delay_everything(chance: random.Random) -> Callable[[], None]:
         wait()
         return sent_bytes
 
-    ExactReduction.reduce_bucket = reduce_late  # type: ignore[method-assign]
+    BucketSums.reduce_bucket = reduce_late  # type: ignore[method-assign]
     exchange.pass_on = pass_on_late
 
     def undo() -> None:
-        ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
+        BucketSums.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
         exchange.pass_on = pass_on
 
     return undo
@@ -157,18 +158,18 @@ def test_ranks_without_microbatches_change_nothing(
 
 
 def die_in_a_bucket(world: Any) -> None:
-    reduce_bucket, calls = ExactReduction.reduce_bucket, itertools.count()
+    reduce_bucket, calls = BucketSums.reduce_bucket, itertools.count()
 
-    def reduce_or_die(self: ExactReduction, bucket: GradBucket) -> Any:
+    def reduce_or_die(self: BucketSums, bucket: GradBucket) -> Any:
         if world.rank == 1 and next(calls) == 40:
             os.kill(os.getpid(), signal.SIGKILL)
         return reduce_bucket(self, bucket)
 
-    ExactReduction.reduce_bucket = reduce_or_die  # type: ignore[method-assign]
+    BucketSums.reduce_bucket = reduce_or_die  # type: ignore[method-assign]
     try:
         train_deep(world, 20, False)
     finally:
-        ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
+        BucketSums.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
 
 
 def test_a_rank_that_dies_in_a_bucket_is_reported_on_the_others(ranks: Pool) -> None:
@@ -181,12 +182,18 @@ def test_a_rank_that_dies_in_a_bucket_is_reported_on_the_others(ranks: Pool) -> 
     assert time.monotonic() - started_s < 15
 
 
-def test_flattening_follows_the_memory_of_the_bucket() -> None:
+@pytest.mark.parametrize("like", [torch.empty(2, 3, 4, 5), torch.empty(2, 4, 5, 3).permute(0, 3, 1, 2)])
+def test_flattening_follows_the_memory_of_the_parameter(like: Tensor) -> None:
     gradient = torch.randn(2, 3, 4, 5)
-    view = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    view.copy_(gradient)
-    in_memory = view.as_strided((120,), (1,))
-    assert torch.equal(_flatten_like(gradient, view), in_memory)
-    assert torch.equal(_flatten_like(view.clone(), view), in_memory)
-    assert torch.equal(_flatten_like(gradient, gradient.clone()), gradient.view(-1))
-    assert torch.equal(_flatten_like(None, view), torch.zeros(120))
+    in_memory = torch.empty_like(like).copy_(gradient).as_strided((120,), (1,))
+    assert torch.equal(flatten(gradient, like), in_memory)
+    assert torch.equal(flatten(torch.empty_like(like).copy_(gradient), like), in_memory)
+    assert torch.equal(view_as(in_memory, like), gradient)
+    assert view_as(in_memory, like).stride() == like.stride()
+    assert torch.equal(flatten(None, like), torch.zeros(120))
+
+
+def test_a_parameter_with_gaps_is_flattened_in_the_order_of_its_dimensions() -> None:
+    """As DDP does."""
+    like = torch.empty(4, 6)[:, ::2].t()
+    assert torch.equal(flatten(torch.arange(12.0).view(3, 4), like), torch.arange(12.0))

@@ -166,7 +166,7 @@ def test_narrow_parameters_halve_the_gathers_and_sum_wide(ranks: Pool) -> None:
     wide, narrow = (ranks.run(narrow_parameters, 2, (kind,)) for kind in ("none", "bf16"))
     gather = "GatherChunks"
     assert narrow[0][2][gather, torch.bfloat16] * 2 == wide[0][2][gather, torch.float32]
-    assert narrow[0][2]["SumChunks", torch.float32] == wide[0][2]["SumChunks", torch.float32]
+    assert narrow[0][2]["ChunkSum", torch.float32] == wide[0][2]["ChunkSum", torch.float32]
     assert len(narrow[0][2]) == len(wide[0][2]) == 2, "one type each"
     assert float(narrow[0][0]) != float(wide[0][0])
     assert float(narrow[0][0]) == pytest.approx(float(wide[0][0]), rel=0.01)

@@ -207,7 +207,7 @@ def count_sent(world: Any, kind: str) -> int:
     loader = trainer.loader(SAMPLES, global_batch_size=16, shuffle=False)
     reduction: Any = trainer._updates["model"].runner._exact  # type: ignore[attr-defined]
     trainer.step(next(iter(loader)))
-    number: int = reduction._slot_sum.sent_bytes
+    number: int = reduction.ranks.slots.sent_bytes
     return number
 
 

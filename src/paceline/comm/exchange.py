@@ -5,7 +5,7 @@ Protocol for a vector of n elements on W ranks, where rank r contributes k_r sub
 1. The vector is cut into W chunks; chunk r is rank r's to add. Every rank sends rank r that chunk of each
    of its subtrees.
 2. Every rank adds its chunk of all subtrees in the order of the plan.
-3. Every rank sends its chunk of the sum to all others.
+3. Every rank sends its chunk of the sum to all others; or with shards to those with the same shard.
 
 Sent per rank: (k + 1)(W - 1)/W n elements. With one subtree per rank that is a ring all-reduce's
 2(W - 1)/W n; with uneven shares (k = 2 or more) it is (k + 1)/2 times as much.
@@ -34,13 +34,9 @@ def nothing_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, complex(-0.0, -0.0) if tensor.is_complex() else -0.0)
 
 
-def as_real(subtrees: list[list[Tensor]], total: Tensor) -> tuple[list[list[Tensor]], Tensor]:
-    """Return the arguments of `Exchange.sum_subtrees` with complex vectors as twice as many real numbers."""
-
-    def view(vector: Tensor) -> Tensor:
-        return torch.view_as_real(vector.resolve_conj()).view(-1) if vector.is_complex() else vector
-
-    return [[view(vector) for vector in subtree] for subtree in subtrees], view(total)
+def _as_real(vector: Tensor) -> Tensor:
+    """Return a complex vector as twice as many real numbers, and another one itself."""
+    return torch.view_as_real(vector.resolve_conj()).view(-1) if vector.is_complex() else vector
 
 
 class Exchange:
@@ -67,37 +63,38 @@ class Exchange:
         # Kept from vector to vector: fresh memory costs a page fault for every 4 KiB.
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+    def sum_subtrees(
+        self, subtrees: list[Tensor], plan: ReductionPlan, total: Tensor, num_shards: int = 1
+    ) -> None:
         """Sum the subtrees of all ranks into `total`; collective.
 
         Args:
-            subtrees: this rank's, each as one-dimensional tensors that laid end to end have the length of
-                `total`. The last one may be `[total]`. May be overwritten.
+            subtrees: this rank's, as long as `total`. The last one may be `total`. May be overwritten.
             plan: which subtrees each rank brings and how they are added.
-            total: one-dimensional and contiguous; holds the same bits on every rank afterwards.
+            total: one-dimensional and contiguous. Afterwards its part `rank % num_shards` holds the same bits
+                as on the other ranks with that part.
+            num_shards: equal parts of the vector, each of which is wanted by other ranks.
         """
-        subtrees, total = as_real(subtrees, total)
-        is_whole = total.numel() * total.element_size() <= WHOLE_BYTES or (
-            self._num_ranks == 2 and all(len(own) == 1 for own in plan.subtrees)
+        total, subtrees = _as_real(total), [_as_real(subtree) for subtree in subtrees]
+        is_whole = num_shards == 1 and (
+            total.numel() * total.element_size() <= WHOLE_BYTES
+            or (self._num_ranks == 2 and all(len(own) == 1 for own in plan.subtrees))
         )
-        chunks = cut_evenly(total.numel(), self._num_ranks)
-        if is_whole:
-            chunks = [slice(0, total.numel())] * self._num_ranks
+        chunks = [slice(0, total.numel())] * self._num_ranks
+        if not is_whole:
+            chunks = cut_chunks(total.numel(), self._num_ranks, num_shards)
         own = chunks[self._rank]
-        own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
-        own_rows = [subtree[own] for subtree in own_subtrees]
+        own_rows = [subtree[own] for subtree in subtrees]
         rows, arrivals = self._place_rows(own_rows, plan, own.stop - own.start, total.dtype)
-        departures = [(peer, subtree[chunks[peer]]) for peer in self._peers for subtree in own_subtrees]
+        departures = [(peer, subtree[chunks[peer]]) for peer in self._peers for subtree in subtrees]
         self._pass_on(departures, arrivals)
         for left, right in plan.additions:
             rows[left].add_(rows[right])
         total[own].copy_(rows[0])
         if is_whole:
             return
-        self._pass_on(
-            [(peer, total[own]) for peer in self._peers],
-            [(peer, total[chunks[peer]]) for peer in self._peers],
-        )
+        twins = [peer for peer in self._peers if (peer - self._rank) % num_shards == 0]
+        self._pass_on([(peer, total[own]) for peer in twins], [(peer, total[chunks[peer]]) for peer in twins])
 
     def _place_rows(
         self, own_rows: list[Tensor], plan: ReductionPlan, length: int, dtype: torch.dtype
@@ -151,7 +148,17 @@ def pass_on(
     return sum(tensor.numel() * tensor.element_size() for _, tensor in departures)
 
 
-def cut_evenly(length: int, num_parts: int) -> list[slice]:
-    """Return the parts of a vector: equally long, but for the last ones, which may be shorter or empty."""
-    size = -(-length // num_parts)
-    return [slice(min(at * size, length), min((at + 1) * size, length)) for at in range(num_parts)]
+def cut_chunks(length: int, num_ranks: int, num_shards: int = 1) -> list[slice]:
+    """Return the part of a vector that each rank adds: of its shard, an equal share with the other replicas.
+
+    The last replicas' parts may be shorter or empty.
+    """
+    num_replicas, shard_length = num_ranks // num_shards, length // num_shards
+    size = -(-shard_length // num_replicas)
+    chunks = []
+    for rank in range(num_ranks):
+        start, replica = rank % num_shards * shard_length, rank // num_shards
+        chunks.append(
+            slice(start + min(replica * size, shard_length), start + min((replica + 1) * size, shard_length))
+        )
+    return chunks

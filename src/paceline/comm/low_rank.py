@@ -182,7 +182,7 @@ class LowRankSum:
             [(_, total)] = tree.subtrees
             return total
         total = torch.empty(length, device=device)
-        self._exchange.sum_subtrees([[vector] for _, vector in tree.subtrees], self._plan, total)
+        self._exchange.sum_subtrees([vector for _, vector in tree.subtrees], self._plan, total)
         return total
 
     def _name_basis(self, piece: RowRange) -> RowRange:

@@ -17,7 +17,7 @@ Any other block of s microbatches is at most 2 log2(s) + 2 subtrees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -27,17 +27,22 @@ Value = TypeVar("Value")
 Subtree = tuple[int, int]
 
 
-def are_siblings(left: Subtree, right: Subtree, num_leaves: int) -> bool:
-    """Return whether two subtrees are the two halves of one.
-
-    Args:
-        left, right: subtrees; the right one begins where the left one ends.
-        num_leaves: microbatches of the whole tree.
-    """
-    assert left[1] == right[0], (left, right)
-    start, middle, stop = left[0], left[1], right[1]
-    half = 1 << ((stop - start - 1).bit_length() - 1)
-    return start % (2 * half) == 0 and middle == start + half and stop == min(start + 2 * half, num_leaves)
+@lru_cache(maxsize=4096)
+def find_sibling(subtree: Subtree, num_leaves: int) -> Subtree | None:
+    """Return the other half of the subtree of which this one is a half; `None` for the whole tree."""
+    start, stop = subtree
+    size = 1
+    while start + size < stop:
+        size *= 2
+    assert start % size == 0, (subtree, num_leaves)
+    assert stop == min(start + size, num_leaves), (subtree, num_leaves)
+    while size < num_leaves:
+        if start // size % 2:
+            return start - size, start
+        if stop < num_leaves:
+            return stop, min(stop + size, num_leaves)
+        size *= 2  # its right half has no microbatch
+    return None
 
 
 def split_block(start: int, stop: int, num_leaves: int) -> list[Subtree]:
@@ -57,30 +62,41 @@ def split_block(start: int, stop: int, num_leaves: int) -> list[Subtree]:
 class TreeSum(Generic[Value]):
     """A sum of values in the order of the tree that keeps as few of them as that order allows.
 
+    Values may come in any order: only siblings are added.
+
     Args:
         num_leaves: microbatches of the whole tree.
         add: from the values of a left and a right subtree to that of both; may reuse either.
-
-    Attributes:
-        subtrees: what has been pushed, with siblings added, from left to right.
     """
 
-    def __init__(
-        self,
-        num_leaves: int,
-        add: Callable[[Value, Value], Value],
-        subtrees: Sequence[tuple[Subtree, Value]] = (),
-    ) -> None:
-        self.subtrees = list(subtrees)
+    def __init__(self, num_leaves: int, add: Callable[[Value, Value], Value]) -> None:
+        self._values: dict[Subtree | None, Value] = {}
         self._num_leaves = num_leaves
         self._add = add
 
+    @property
+    def subtrees(self) -> list[tuple[Subtree, Value]]:
+        """The values pushed, with siblings added, from left to right."""
+        return sorted(
+            ((subtree, value) for subtree, value in self._values.items() if subtree is not None),
+            key=lambda item: item[0],
+        )
+
     def push(self, subtree: Subtree, value: Value) -> None:
-        """Add a subtree to the right of all that were pushed before, and every sum that this completes."""
-        while self.subtrees and are_siblings(self.subtrees[-1][0], subtree, self._num_leaves):
-            (start, _), left = self.subtrees.pop()
-            subtree, value = (start, subtree[1]), self._add(left, value)
-        self.subtrees.append((subtree, value))
+        """Add a subtree, and every sum that this completes."""
+        while (sibling := find_sibling(subtree, self._num_leaves)) in self._values:
+            assert sibling is not None
+            other = self._values.pop(sibling)
+            left, right = (other, value) if sibling < subtree else (value, other)
+            value = self._add(left, right)
+            subtree = min(sibling[0], subtree[0]), max(sibling[1], subtree[1])
+        self._values[subtree] = value
+
+    def pick(self, part: Callable[[Value], Value]) -> TreeSum[Value]:
+        """Return the sum of a part of each value."""
+        picked = TreeSum(self._num_leaves, self._add)
+        picked._values = {subtree: part(value) for subtree, value in self._values.items()}
+        return picked
 
 
 @dataclass(frozen=True)
@@ -129,3 +145,21 @@ def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
         tree.push(subtree, place)
     assert [subtree for subtree, _ in tree.subtrees] == ([(0, num_leaves)] if num_leaves else [])
     return ReductionPlan(num_leaves, tuple(subtrees), tuple(additions))
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """The blocks of a global batch to which a rank's microbatches belong; each has a sum of its own.
+
+    Attributes:
+        leaves: the microbatches of each, also those of other ranks.
+        plan: the sum of the only block over the ranks that share it; `None` if ranks have whole blocks.
+    """
+
+    leaves: tuple[range, ...] = ()
+    plan: ReductionPlan | None = None
+
+    @classmethod
+    def whole(cls, num_owned: tuple[int, ...]) -> OwnBlocks:
+        """Return the global batch as one block."""
+        return cls((range(sum(num_owned)),), plan_reduction(num_owned))

@@ -17,7 +17,7 @@ from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.compress import CompressedReduction, Compression, CompressSettings
+from paceline.parallel.compress import Compression, CompressSettings
 from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.caches import refuse_caches
@@ -26,7 +26,6 @@ from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
-from paceline.parallel.exact import ExactReduction, check_dense
 from paceline.parallel.experts.choose import choose_experts, keep_listed
 from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
@@ -38,6 +37,8 @@ from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.layout import Stages
 from paceline.parallel.stages.measure import TimedBatch
+from paceline.parallel.sums.buckets import BucketSums
+from paceline.parallel.sums.gradients import check_dense
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
@@ -104,7 +105,7 @@ class LaidOut:
 
     replica: Replica | None
     shards: Shards | None
-    exact: ExactReduction | None
+    exact: BucketSums | None
     placement: Placement
     masks: Masks
     plan: SplitPlan | None
@@ -183,7 +184,7 @@ def parallelize(
     placement = Placement(model, mesh, splits, _list_partial(plan, context))
     replica: Replica | None = None
     shards: Shards | None = None
-    exact: ExactReduction | None = None
+    exact: BucketSums | None = None
     lent: dist.ProcessGroup | None = None
     if settings.compile:
         # Before sharding and replication, whose collectives stay outside of the graphs.
@@ -405,19 +406,15 @@ def _replicate(
     settings: Settings,
     device: torch.device,
     apart: Sequence[Tensor],
-) -> tuple[Replica | None, ExactReduction | None, dist.ProcessGroup | None]:
+) -> tuple[Replica | None, BucketSums | None, dist.ProcessGroup | None]:
     """Sum the gradients of replicas, or of one rank's microbatches; return the group that was borrowed."""
     replicas = mesh is not None and mesh.replicas.size > 1
-    exact: ExactReduction | None = None
+    exact: BucketSums | None = None
     lent: dist.ProcessGroup | None = None
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
         compression = _compress(model, settings)
-        bucket_bytes = max(1, int(settings.ddp.bucket_cap_mb * (1 << 20)))
-        if compression is None:
-            exact = ExactReduction(model, lent, device, apart, bucket_bytes=bucket_bytes)
-        else:
-            exact = CompressedReduction(model, lent, device, compression, bucket_bytes=bucket_bytes)
+        exact = BucketSums(model, lent, device, apart, compression)
     if not replicas:
         if settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")

@@ -37,9 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
-from paceline.parallel.exact import ExactReduction, complete_future
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
+from paceline.parallel.sums.buckets import BucketSums, complete_future
 from paceline.phrases import name_some
 from paceline.torch_seams.groups import is_graph_static
 from paceline.torch_seams.modules import hide_from_ddp
@@ -157,7 +157,7 @@ class Replica:
         model: nn.Module,
         axis: Axis,
         settings: ReplicaSettings,
-        exact: ExactReduction | None = None,
+        exact: BucketSums | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         apart: Sequence[Tensor] = (),
         *,

@@ -28,11 +28,11 @@ from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
-from paceline.parallel.exact import explaining_sparse, settle_conjugates
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import count_parts, join_parts, measure_norm, measure_parts
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
+from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugates
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt

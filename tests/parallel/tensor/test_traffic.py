@@ -189,9 +189,8 @@ def test_one_sum_per_attention_and_feed_forward_and_pass(ranks: Pool, tp: int) -
             activations, agreed = split_axes(sent)
             assert activations == PLAIN * k
             # Losses and weights of k microbatches with the header; then the norm, once per step.
-            # Each rank sends its own to every other.
-            assert [kind for kind, _ in agreed] == ["all_to_all", "all_to_all"]
-            assert agreed[1] == ("all_to_all", tp)
+            assert [kind for kind, _ in agreed] == ["all_reduce", "all_gather"]
+            assert agreed[1] == ("all_gather", 1)
             floats = [each for each in sent if each.dtype == "Float"]
             total = sum(each.num_bytes(tp) for each in floats)
             assert total == plan_bytes(f"tp={tp}", k) == plan_row(f"tp={tp}", k, "tp")
@@ -253,10 +252,10 @@ def test_shards_of_parts_send_the_parts_only(ranks: Pool, zero: int) -> None:
             assert {each.axis for each in sent} == {"dp_shard", "tp", "world"}
             sums = [each for each in sent if each.axis == "tp" and each.numel == ACTIVATION]
             assert len(sums) == k * (2 + 4 * LAYERS)
-            # Losses and weights; then each rank's part of the norm, to every other.
+            # Losses and weights; then each rank's part of the norm.
             small = [(each.kind, each.dtype) for each in sent if each.axis == "world"]
-            assert small == [("all_to_all", "Double")] * 2
-            assert [each.numel for each in sent if each.axis == "world"][1] == 4
+            assert small == [("all_reduce", "Double"), ("all_gather", "Double")]
+            assert [each.numel for each in sent if each.axis == "world"][1] == 1
 
 
 def test_loss_stays_cut_under_sharding(ranks: Pool) -> None:
@@ -313,9 +312,9 @@ def count_exact(world: Any, num_samples: int, cap_mb: float) -> list[int]:
     exact = trainer._updates["model"].runner._exact
     found = []
     for _ in range(2):
-        before = exact.exchange.sent_bytes
+        before = exact.ranks.exchange.sent_bytes
         trainer.step(next(shares))
-        found.append(exact.exchange.sent_bytes - before)
+        found.append(exact.ranks.exchange.sent_bytes - before)
     return found
 
 

@@ -18,45 +18,45 @@ from paceline.parallel.context import apply
 from paceline.parallel.experts import layout, spread
 from paceline.parallel.experts.balance import Choices
 from paceline.parallel.experts.forms import ExpertForm
-from paceline.parallel.experts.gradients import QuickExpertSum
+from paceline.parallel.experts.gradients import ExpertSum
 from paceline.parallel.placement import Placement
 
 
 @contextlib.contextmanager
 def experts_gradient_scaled_by_ep() -> Iterator[None]:
     """The gradient of experts counts once per rank of ep."""
-    right = QuickExpertSum.end
+    right = ExpertSum.end
 
-    def end(self: QuickExpertSum) -> None:
+    def end(self: ExpertSum) -> None:
         right(self)
         for parameter in self._parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(self._axis.size)
 
-    with mock.patch.object(QuickExpertSum, "end", end):
+    with mock.patch.object(ExpertSum, "end", end):
         yield
 
 
 @contextlib.contextmanager
 def experts_not_summed_over_copies() -> Iterator[None]:
     """Each copy of the experts keeps the gradient of its own tokens."""
-    with mock.patch.object(QuickExpertSum, "end"):
+    with mock.patch.object(ExpertSum, "end"):
         yield
 
 
 @contextlib.contextmanager
 def experts_averaged_over_ep() -> Iterator[None]:
     """The gradients of experts are averaged over the ranks of ep, although each has other experts."""
-    right = QuickExpertSum.end
+    right = ExpertSum.end
 
-    def end(self: QuickExpertSum) -> None:
+    def end(self: ExpertSum) -> None:
         right(self)
         for parameter in self._parameters:
             dist.all_reduce(parameter.grad, group=self._axis.group)
             assert parameter.grad is not None
             parameter.grad.div_(self._axis.size)
 
-    with mock.patch.object(QuickExpertSum, "end", end):
+    with mock.patch.object(ExpertSum, "end", end):
         yield
 
 

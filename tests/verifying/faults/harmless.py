@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.parallel.shard import gradient_exchange
+from paceline.parallel.sums import gradient_sum
 from paceline.parallel.tensor import collectives
 
 
@@ -82,7 +82,7 @@ def shard_sums_backwards() -> Iterator[None]:
         parts = arrived.view(group.size(), -1)
         chunk.copy_(sum(parts.flip(0)[1:], parts[-1]))
 
-    with mock.patch.object(gradient_exchange, "sum_rows", sum_rows):
+    with mock.patch.object(gradient_sum, "sum_rows", sum_rows):
         yield
 
 

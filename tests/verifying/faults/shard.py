@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.shard import gradient_exchange
 from paceline.parallel.shard.gradient_exchange import GatherChunks
 from paceline.parallel.shard.shards import Shards
+from paceline.parallel.sums import gradient_sum
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.sharded import ShardedRunner
 from paceline.train.runners.work import Work
 
 
 def _summing(change: Callable[..., None]) -> AbstractContextManager[Any]:
-    right = gradient_exchange.sum_rows
+    right = gradient_sum.sum_rows
 
     def sum_rows(chunk: Tensor, rows: Tensor, group: Any) -> None:
         change(right, chunk, rows, group)
 
-    return mock.patch.object(gradient_exchange, "sum_rows", sum_rows)
+    return mock.patch.object(gradient_sum, "sum_rows", sum_rows)
 
 
 def _gathering(change: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -177,11 +177,11 @@ def sharded_gradient_overwritten() -> Iterator[None]:
 @contextlib.contextmanager
 def replicas_not_summed() -> Iterator[None]:
     """The sum over dp_replicate of the shards' gradients is left out."""
-    with mock.patch.object(gradient_exchange.SumChunks, "_sum_replicas", _keep_own):
+    with mock.patch.object(gradient_sum.RankSum, "join", _keep_own):
         yield
 
 
-def _keep_own(self: Any, chunk: Tensor) -> None:
+def _keep_own(self: Any, row: Tensor) -> None:
     """Right but for the all-reduce of the last round."""
 
 

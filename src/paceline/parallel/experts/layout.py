@@ -33,19 +33,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.exchange import Exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.experts.calls import answer_calls
 from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.find import check_forms, find_experts
 from paceline.parallel.experts.forms import Answer, ExpertForm, GroupedForm, hide_functions
-from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
+from paceline.parallel.experts.gradients import ExpertSum
 from paceline.parallel.experts.lists import AnswerCalls, ListForm, join_names
 from paceline.parallel.experts.spread import SameRows
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
+from paceline.parallel.sums.gradient_sum import RankSum
 from paceline.torch_seams.tensors import is_fake
 
 
@@ -160,20 +160,14 @@ class ExpertLayout:
             stages: by full name of this rank's experts, the stage of pp that runs them. Without pp, all are
                 of stage 0.
         """
-        exchange: Exchange | None = None
-        if self._copies_group is not None:
-            exchange = Exchange(self._copies_group, self._device)
+        copies = self._mesh.expert_replicas
+        ranks = RankSum(self._copies_group, self._device, is_exact=self._is_exact, replicas=copies)
         stages = dict.fromkeys(self._forms, 0) if stages is None else stages
         for name, stage in stages.items():
             self._stages.setdefault(stage, []).append(self._forms[name])
-        copies = self._mesh.expert_replicas
         for stage, forms in sorted(self._stages.items()):
             trained = [p for form in forms for p in form.list_held() if p.requires_grad]
-            self._sums[stage] = (
-                OrderedExpertSum(trained, self._sources, copies, exchange)
-                if self._is_exact
-                else QuickExpertSum(trained, self._sources, copies)
-            )
+            self._sums[stage] = ExpertSum(trained, self._sources, copies, ranks)
             self._sum_of |= {id(form): self._sums[stage] for form in forms}
 
     def describe(self) -> str:

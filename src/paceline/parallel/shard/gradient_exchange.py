@@ -2,17 +2,17 @@
 
 torch's `fully_shard` takes objects for both collectives. It passes a reduce-scatter one flat vector per group
 of parameters, `[num_shards, chunk]`, whose row s is the chunk of rank s of dp_shard. Every group has a
-`SumChunks` or an `ExactChunks` of its own. All of them share one `StepProgress`, which knows the microbatch.
+`ChunkSum` of its own. All of them share one `StepProgress`, which knows the microbatch.
 
-Fast (`SumChunks`): the sum over dp_shard after every microbatch; then, once per step, the all-reduce of the
-chunk over dp_replicate. On a CPU the sum is an all-to-all and a local addition: gloo's own reduce-scatter
-takes 2 to 3 times as long for the same bytes (1 to 24 MiB on 2 and 4 ranks).
+Fast: the sum over dp_shard after every microbatch; then, once per step, the all-reduce of the chunk over
+dp_replicate.
 
-Exact (`ExactChunks`): nothing is sent before the step's last microbatch. Each microbatch's flat vector is
-kept and added in the order of the tree of `comm/tree.py`. The last call sums the subtrees of all ranks of dp,
-replicas included, in that order. Until then the call returns -0.0, which changes no bit when it is added. So
-the bits are those of `parallel/exact.py` and of one process: padding is zero everywhere, and every number is
-added in its own place, independent of its neighbours.
+Exact: nothing is sent before the step's last microbatch. Each microbatch's flat vector is kept and added in
+the order of the tree of `comm/tree.py`. The last call sums the subtrees of all ranks of dp, replicas
+included, in that order. Until then the call returns -0.0, which changes no bit when it is added. So the bits
+are those of replicas and of one process: padding is zero everywhere, and every number is added in its own
+place, independent of its neighbours. Compressed: the same with slots. Rows are encoded one by one, and
+fully_shard cuts between rows.
 
 Order of the collectives: fully_shard calls these objects one after the other, from the thread that runs
 backward and in the order of the groups. A call returns when its collectives are done (on CUDA: are on their
@@ -29,11 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import all_gather, reduce_scatter
-from paceline.comm.exchange import Exchange, nothing_like
-from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
-from paceline.torch_seams.fsdp import AllGather, ReduceScatter
+from paceline.comm.collectives import all_gather
+from paceline.comm.exchange import nothing_like
+from paceline.comm.residuals import RowRange
+from paceline.parallel.shard.setup import Unit
+from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
+from paceline.parallel.sums.gradients import keep_for_stream, list_present
+from paceline.torch_seams.fsdp import AllGather, ReduceScatter, list_records
 
+# Per shard: rows of parameters, and their place in the shard's part of a flat vector.
+Places = list[list[tuple[RowRange, int]]]
 # Combines the numbers of groups into one; any odd 64-bit constant works (this one is Knuth's).
 _MULTIPLIER = 6364136223846793005
 
@@ -50,7 +55,6 @@ class StepProgress:
         is_last: whether the step's gradients are complete after this round.
         silent: whether nothing is sent, see `Shards.silenced`.
         num_owned: per rank of dp, the number of microbatches that it computes in this step.
-        plan: the order in which the exact reduction adds the microbatches.
         waited_s: seconds spent in collectives since it was last set to 0.
         signature: a number derived from the groups that were gathered and reduced in this step, in order.
     """
@@ -61,7 +65,6 @@ class StepProgress:
         self.is_last = False
         self.silent = False
         self.num_owned: tuple[int, ...] = ()
-        self.plan: ReductionPlan | None = None
         self.waited_s = 0.0
         self.signature = 0
 
@@ -69,7 +72,6 @@ class StepProgress:
         """Start a step."""
         self.num_rounds = max(num_owned, default=0)
         self.num_owned = num_owned
-        self.plan = plan_reduction(num_owned)
         self.signature = 0
 
     def note(self, number: int) -> None:
@@ -127,53 +129,40 @@ class _TimedWork(dist.Work):
         return done
 
 
-class GradientChunks(ReduceScatter):
-    """The sum of one group's gradients over ranks; its subclasses differ in the order of additions.
+class ChunkSum(ReduceScatter):
+    """The sum of one group's gradients over all ranks of dp.
 
     Args:
         rounds: of this model.
         number: of the group.
+        unit: the group's parameters.
+        ranks: sums over the ranks of dp.
+
+    Attributes:
+        is_complete: whether the sum of this step is known.
+
+    Communication, fast: per call (n-1)/n times the group's bytes sent by every rank of dp_shard, and in the
+    last call of a step an all-reduce of 1/n of them over dp_replicate. Exact: see `comm/exchange.py`.
     """
 
-    def __init__(self, rounds: StepProgress, number: int) -> None:
+    def __init__(self, rounds: StepProgress, number: int, unit: Unit, ranks: RankSum) -> None:
+        self.is_complete = False
         self._rounds = rounds
         self._number = number
-        self._is_summed = False
+        self._unit = unit
+        self._ranks = ranks
+        self._sum = GradientSum(ranks, list_present)
+        self._partial: Tensor | None = None
+        self._places: Places | None = None
 
     def begin(self) -> None:
-        """Forget the sums of the previous step."""
-        self._is_summed = False
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the sum of this step is known."""
-        return self._is_summed
+        """Start a step."""
+        self.is_complete, self._partial = False, None
+        self._sum.begin(self._rounds.num_owned)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class SumChunks(GradientChunks):
-    """The sum of one group's gradients over dp_shard, then over dp_replicate.
-
-    Args:
-        rounds: of this model.
-        number: of the group.
-        replicas: the ranks of dp_replicate; `None` if there is one replica.
-
-    Communication per call: (n-1)/n times the group's bytes sent by every rank of dp_shard. On the last call
-    of a step also an all-reduce of 1/n of them over dp_replicate.
-    """
-
-    def __init__(self, rounds: StepProgress, number: int, replicas: dist.ProcessGroup | None) -> None:
-        super().__init__(rounds, number)
-        self._replicas = replicas
-        self._partial: Tensor | None = None
-
-    def begin(self) -> None:
-        super().begin()
-        self._partial = None
-
     def __call__(
         self,
         output_tensor: Tensor,
@@ -182,139 +171,93 @@ class SumChunks(GradientChunks):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rounds = self._rounds
-        self._is_summed = rounds.is_last
-        if rounds.silent:
+        rounds, is_exact = self._rounds, self._ranks.is_exact
+        self.is_complete = rounds.is_last
+        if is_exact and rounds.index is not None:
+            # fully_shard drops the vector after the call, and nothing else is written into it.
+            self._sum.add(rounds.index, [input_tensor])
+        if is_exact and not rounds.is_last:
+            output_tensor.copy_(nothing_like(output_tensor))
+        elif rounds.silent:
+            self._sum.take()
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
-            return
-        rounds.note(2 * self._number + 1)
-        started_s = time.perf_counter()
-        sum_rows(output_tensor, input_tensor, group)
-        if self._replicas is not None:
-            self._sum_replicas(output_tensor)
-        rounds.waited_s += time.perf_counter() - started_s
+        else:
+            rounds.note(2 * self._number + 1)
+            started_s = time.perf_counter()
+            if not is_exact:
+                self._sum_now(input_tensor, output_tensor)
+            elif self._ranks.is_compressed:
+                self._sum_slots(output_tensor)
+            elif sum(rounds.num_owned):
+                [row] = self._sum.finish([input_tensor])
+                output_tensor.copy_(row)
+                keep_for_stream(row)
+            else:
+                output_tensor.zero_()
+            rounds.waited_s += time.perf_counter() - started_s
 
-    def _sum_replicas(self, chunk: Tensor) -> None:
+    def _sum_now(self, vector: Tensor, chunk: Tensor) -> None:
+        self._ranks.scatter(vector, chunk)
+        if not self._ranks.has_replicas:
+            return
         # fully_shard adds what each call returns to the gradient. Replicas are summed once per step, so the
         # sums of earlier rounds wait here, and their calls return -0.0, which adds nothing.
         if self._partial is not None:
             chunk.add_(self._partial)
-            _keep_for_stream(self._partial)
+            keep_for_stream(self._partial)
             self._partial = None
         if self._rounds.is_last:
-            dist.all_reduce(chunk, group=self._replicas)
+            self._ranks.join(chunk)
             return
         self._partial = chunk.clone()
         chunk.copy_(nothing_like(chunk))
 
-
-class ExactChunks(GradientChunks):
-    """The sum of one group's gradients over all ranks of dp, in the order of the tree.
-
-    Args:
-        rounds: of this model.
-        number: of the group.
-        exchange: sums the subtrees of all ranks of dp.
-        shard: this rank's number in dp_shard.
-
-    Memory: up to log2(microbatches of the rank) + 1 flat vectors of the group between the microbatches.
-    """
-
-    def __init__(self, rounds: StepProgress, number: int, exchange: ChunkExchange, shard: int) -> None:
-        super().__init__(rounds, number)
-        self._exchange = exchange
-        self._shard = shard
-        self._sum: TreeSum[Tensor] = TreeSum(0, _add)
-
-    def begin(self) -> None:
-        super().begin()
-        assert self._rounds.plan is not None
-        self._sum = TreeSum(self._rounds.plan.num_leaves, _add)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        rounds = self._rounds
-        if rounds.index is not None:
-            # fully_shard drops the vector after the call, and nothing else is written into it.
-            self._sum.push((rounds.index, rounds.index + 1), input_tensor)
-        self._is_summed = rounds.is_last
-        if not rounds.is_last:
-            output_tensor.copy_(nothing_like(output_tensor))
+    def _sum_slots(self, chunk: Tensor) -> None:
+        """Sum the slots of all ranks."""
+        vectors = self._sum.take()
+        chunk.zero_()  # the padding, too
+        if not sum(self._rounds.num_owned):
             return
-        subtrees = [value for _, value in self._sum.subtrees]
-        self._sum = TreeSum(0, _add)
-        if rounds.silent:
-            own = input_tensor.view(group.size(), -1)[self._shard]
-            output_tensor.copy_(own)
-            return
-        rounds.note(2 * self._number + 1)
-        assert rounds.plan is not None
-        started_s = time.perf_counter()
-        if rounds.plan.num_leaves:
-            self._exchange.sum_chunk(subtrees, rounds.plan, input_tensor, output_tensor)
-        else:
-            output_tensor.zero_()
-        for subtree in subtrees:
-            _keep_for_stream(subtree)
-        rounds.waited_s += time.perf_counter() - started_s
+        if self._places is None:
+            self._places = self._list_places(len(chunk))
+        assert self._ranks.slots is not None
+        assert self._ranks.compression is not None
+        self._ranks.slots.sum(
+            [[rows for rows, _ in places] for places in self._places],
+            [self._cut(None if vector is None else vector[0]) for vector in vectors],
+            [_view(chunk, rows, at) for rows, at in self._places[self._ranks.shard]],
+            self._ranks.compression.factor,
+            self._sum.own.plan,
+        )
+
+    def _cut(self, vector: Tensor | None) -> list[list[Tensor | None]]:
+        """Return a slot's gradients, per shard and rows."""
+        assert self._places is not None
+        if vector is None:
+            return [[None] * len(places) for places in self._places]
+        return [
+            [_view(chunk, rows, at) for rows, at in places]
+            for chunk, places in zip(vector.view(len(self._places), -1), self._places, strict=True)
+        ]
+
+    def _list_places(self, chunk_length: int) -> Places:
+        names = {id(parameter): name for name, parameter in self._unit.parameters}
+        found: Places = [[] for _ in range(self._ranks.num_shards)]
+        at = 0
+        for record in list_records(self._unit.module):
+            parameter = record.sharded_param
+            if not parameter.requires_grad:
+                continue
+            whole = RowRange.all_of(names[id(parameter)], parameter.shape)
+            most = record.padded_sharded_param_size[0]
+            for shard, places in enumerate(found):
+                start, stop = min(shard * most, whole.stop), min((shard + 1) * most, whole.stop)
+                if start < stop and whole.length:
+                    places.append((RowRange(whole.name, start, stop, whole.length), at))
+            at += most * whole.length
+        assert at == chunk_length, (at, chunk_length)
+        return found
 
 
-class ChunkExchange:
-    """A sum of vectors over all ranks of dp in the order of a tree; each rank gets the chunk of its shard.
-
-    Args:
-        exchange: sums whole vectors over all ranks of dp.
-        num_shards, shard: degree of dp_shard, and this rank's number in it.
-    """
-
-    def __init__(self, exchange: Exchange, num_shards: int, shard: int) -> None:
-        self.exchange = exchange
-        self._num_shards = num_shards
-        self._shard = shard
-
-    @property
-    def sent_bytes(self) -> int:
-        """The number of bytes that this rank has sent to others so far."""
-        return self.exchange.sent_bytes
-
-    def sum_chunk(self, subtrees: list[Tensor], plan: ReductionPlan, scratch: Tensor, chunk: Tensor) -> None:
-        """Sum the subtrees of all ranks; collective.
-
-        Args:
-            subtrees: this rank's, flat, `[num_shards * chunk]`; overwritten.
-            plan: the subtrees of each rank, and the order in which they are added.
-            scratch: as long as a subtree; overwritten. May be one of them.
-            chunk: receives this rank's part of the sum.
-        """
-        total = subtrees[-1] if subtrees else scratch
-        self.exchange.sum_subtrees([[subtree] for subtree in subtrees], plan, total)
-        chunk.copy_(total.view(self._num_shards, -1)[self._shard])
-
-
-def sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum row r of all ranks' `rows` [num_ranks, chunk] into the `chunk` of rank r."""
-    if rows.is_cuda:
-        reduce_scatter(chunk, rows, group=group)
-        return
-    arrived = torch.empty_like(rows)
-    dist.all_to_all_single(arrived, rows, group=group)
-    torch.sum(arrived.view(group.size(), -1), dim=0, out=chunk)
-
-
-def _add(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum, computed in place of `right`."""
-    right.add_(left)
-    _keep_for_stream(left)
-    return right
-
-
-def _keep_for_stream(tensor: Tensor) -> None:
-    """Keep a tensor's memory until the current stream has read it, before the host drops the tensor."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream())
+def _view(chunk: Tensor, rows: RowRange, at: int) -> Tensor:
+    return chunk[at : at + rows.num_rows * rows.length].view(rows.num_rows, rows.length)

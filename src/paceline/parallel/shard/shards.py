@@ -40,28 +40,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.comm.exchange import Exchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
-from paceline.parallel.compress import Compression, SumOfSlots
+from paceline.parallel.compress import Compression
 from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
-from paceline.parallel.shard.compressed_chunks import CompressedChunks
 from paceline.parallel.shard.disk import Disk
-from paceline.parallel.shard.gradient_exchange import (
-    ChunkExchange,
-    ExactChunks,
-    GatherChunks,
-    GradientChunks,
-    StepProgress,
-    SumChunks,
-)
+from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
 from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.whole import WholeParameters, split_groups
+from paceline.parallel.sums.gradient_sum import RankSum
 from paceline.phrases import first_line, name_some
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
 
@@ -133,9 +125,23 @@ class Shards:
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
         self.compression = compression
-        self._chunks = self._build_chunks(mesh, exact_group)
-        exchange = None if exact_group is None else self.exchange.exchange
-        self._whole = WholeParameters(model, self._rounds, self.group, exchange, apart)
+        # The device of a model on meta is where it is filled.
+        on_cpu = mesh.device_mesh.device_type == "cpu"
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        ranks = RankSum(
+            exact_group,
+            device,
+            is_exact=self._is_exact,
+            shards=mesh.dp_shard,
+            replicas=mesh.replicas,
+            compression=compression,
+        )
+        self._chunks = [ChunkSum(self._rounds, number, unit, ranks) for number, unit in enumerate(self.units)]
+        for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
+            unit.module.set_custom_all_gather(GatherChunks(self._rounds, number, on_cpu))
+            unit.module.set_custom_reduce_scatter(chunks)
+        ranks = RankSum(exact_group, device, is_exact=self._is_exact, replicas=mesh.dp)
+        self._whole = WholeParameters(model, self._rounds, ranks, apart)
         if compression is not None and self._whole:
             raise _whole_error()
         self._has_plain = bool(self._whole) or bool(apart)
@@ -334,45 +340,6 @@ class Shards:
                 optimizer.step()
         else:
             optimizer.step()
-
-    def _build_chunks(self, mesh: Mesh, exact_group: dist.ProcessGroup | None) -> list[GradientChunks]:
-        on_cpu = mesh.device_mesh.device_type == "cpu"
-        rounds, num_shards, shard = self._rounds, mesh.dp_shard.size, mesh.dp_shard.rank
-        for number, unit in enumerate(self.units):
-            unit.module.set_custom_all_gather(GatherChunks(rounds, number, on_cpu))
-        sums: list[GradientChunks]
-        if exact_group is None:
-            replicas = mesh.replicas.group if mesh.replicas.size > 1 else None
-            sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
-        else:
-            device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-            whole = Exchange(exact_group, device)
-            self.exchange = ChunkExchange(whole, num_shards, shard)
-            exact = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
-            sums = list(exact)
-            if self.compression is not None:
-                slot_sum = self.compression.build_sum(exact_group, whole, num_shards)
-                sums = self._compress(mesh, slot_sum, self.compression, exact)
-        for unit, chunks in zip(self.units, sums, strict=True):
-            unit.module.set_custom_reduce_scatter(chunks)
-        return sums
-
-    def _compress(
-        self, mesh: Mesh, slot_sum: SumOfSlots, compression: Compression, exact: list[ExactChunks]
-    ) -> list[GradientChunks]:
-        return [
-            CompressedChunks(
-                self._rounds,
-                number,
-                unit,
-                compression,
-                slot_sum,
-                exact[number],
-                num_shards=mesh.dp_shard.size,
-                rank=mesh.dp.rank,
-            )
-            for number, unit in enumerate(self.units)
-        ]
 
     def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Reshard after an evaluation's forward.

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.exchange import Exchange, nothing_like
-from paceline.comm.tree import TreeSum
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.shard.gradient_exchange import StepProgress
+from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
+from paceline.parallel.sums.gradients import Gradients, flatten, take_gradients
 
 
 class WholeParameters:
@@ -29,27 +28,19 @@ class WholeParameters:
     Args:
         model: sharded; these are its parameters that are no DTensors.
         rounds: of this model.
-        group: the ranks of dp.
-        exchange: sums in the order of the tree; `None` for the fast reduction.
+        ranks: sums over the ranks of dp.
         apart: full names of parameters whose gradients are summed elsewhere.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        rounds: StepProgress,
-        group: dist.ProcessGroup,
-        exchange: Exchange | None,
-        apart: Collection[str] = (),
+        self, model: nn.Module, rounds: StepProgress, ranks: RankSum, apart: Collection[str] = ()
     ) -> None:
         self._model = model
         self._apart = apart
         self._rounds = rounds
-        self._group = group
-        self._exchange = exchange
         self._any = bool(self._list())
-        self._trained: list[tuple[str, nn.Parameter]] = []
-        self._sums: dict[torch.dtype, TreeSum[Tensor]] = {}
+        self._trained: list[nn.Parameter] = []
+        self._sum = GradientSum(ranks, self._pack)
         self._reached: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -63,11 +54,11 @@ class WholeParameters:
     def begin(self) -> None:
         """Start a step."""
         # Listed anew: a model on the meta device gets other objects when it is filled.
-        self._trained = self._list() if self._any else []
-        check_hooks(self._trained)
+        named = self._list() if self._any else []
+        check_hooks(named)
+        self._trained = [parameter for _, parameter in named]
         self._reached = set()
-        num_leaves = 0 if self._rounds.plan is None else self._rounds.plan.num_leaves
-        self._sums = {p.dtype: TreeSum(num_leaves, _add) for _, p in self._trained}
+        self._sum.begin(self._rounds.num_owned)
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -76,12 +67,12 @@ class WholeParameters:
         In an idle round the parameters need no gradient, so that none is counted and no hook of a user runs.
         """
         idle = self._trained if self._rounds.index is None else []
-        for _, parameter in idle:
+        for parameter in idle:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for _, parameter in idle:
+            for parameter in idle:
                 parameter.requires_grad_(True)
 
     @torch.no_grad()
@@ -90,47 +81,37 @@ class WholeParameters:
         if not self._trained:
             return
         if self._rounds.index is not None:
-            self._reached |= {id(p) for _, p in self._trained if p.grad is not None}
-            if self._exchange is not None:
-                self._set_aside(self._rounds.index)
-        if self._rounds.is_last:
-            self._sum()
+            self._reached |= {id(p) for p in self._trained if p.grad is not None}
+            self._sum.add(self._rounds.index, take_gradients(self._trained))
+        if not self._rounds.is_last:
+            return
+        empty: Gradients = [None] * len(self._trained)
+        if self._rounds.silent or not sum(self._rounds.num_owned):
+            values = [gradients for gradients in self._sum.take() if gradients is not None]
+            totals = self._pack(values[-1] if values else empty)
+        else:
+            totals = self._sum.finish(empty)
+        for (_, parameters), total in zip(self._by_type(), totals, strict=True):
+            for parameter, gradient in zip(parameters, total.unbind(), strict=True):
+                parameter.grad = gradient.clone()
 
     def _list(self) -> list[tuple[str, nn.Parameter]]:
         named = self._model.named_parameters()
         plain = [(name, p) for name, p in named if p.requires_grad and not isinstance(p, DTensor)]
         return [(name, p) for name, p in plain if name not in self._apart]
 
-    def _of(self, dtype: torch.dtype) -> list[nn.Parameter]:
-        return [p for _, p in self._trained if p.dtype == dtype]
+    def _by_type(self) -> list[tuple[list[int], list[nn.Parameter]]]:
+        """Return the places and parameters of each type, whose gradients travel as one vector."""
+        found: dict[torch.dtype, list[int]] = {}
+        for place, parameter in enumerate(self._trained):
+            found.setdefault(parameter.dtype, []).append(place)
+        return [(places, [self._trained[place] for place in places]) for places in found.values()]
 
-    def _set_aside(self, index: int) -> None:
-        """Move a microbatch's gradients from the parameters to the sums."""
-        for dtype, total in self._sums.items():
-            parameters = self._of(dtype)
-            total.push((index, index + 1), _flatten(parameters))
-            for parameter in parameters:
-                parameter.grad = None
-
-    def _sum(self) -> None:
-        for dtype, total in self._sums.items():
-            parameters = self._of(dtype)
-            flat = _flatten(parameters)
-            if self._exchange is None:
-                if not self._rounds.silent:
-                    dist.all_reduce(flat, group=self._group)
-            else:
-                flat = self._add_up([value for _, value in total.subtrees], flat)
-            for parameter, gradient in zip(parameters, flat.unbind(), strict=True):
-                parameter.grad = gradient.clone()
-
-    def _add_up(self, subtrees: list[Tensor], scratch: Tensor) -> Tensor:
-        assert self._exchange is not None
-        assert self._rounds.plan is not None
-        total = subtrees[-1] if subtrees else scratch
-        if not self._rounds.silent and self._rounds.plan.num_leaves:
-            self._exchange.sum_subtrees([[subtree] for subtree in subtrees], self._rounds.plan, total)
-        return total
+    def _pack(self, gradients: Gradients) -> list[Tensor]:
+        return [
+            torch.cat([flatten(gradients[n], p) for n, p in zip(*each, strict=True)])
+            for each in self._by_type()
+        ]
 
 
 @contextmanager
@@ -159,14 +140,3 @@ def _split_group(group: dict[str, Any]) -> list[dict[str, Any]]:
     if not shards or not whole:
         return [group]
     return [{**group, "params": shards}, {**group, "params": whole}]
-
-
-def _flatten(parameters: list[nn.Parameter]) -> Tensor:
-    """Return their gradients as one vector; a missing one adds nothing, not even the sign of a zero."""
-    missing = nothing_like(parameters[0])
-    return torch.stack([missing if p.grad is None else p.grad for p in parameters])
-
-
-def _add(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum, computed in place of `right`."""
-    return right.add_(left)

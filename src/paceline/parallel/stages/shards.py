@@ -130,15 +130,6 @@ class StageShards:
         found = self._by_whole.get(id(whole))
         return whole if found is None else found.shard
 
-    def cut(self, whole: Tensor, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor of a whole parameter's shape, in memory of their own."""
-        found = self._by_whole.get(id(whole))
-        if found is None:
-            return tensor
-        return tensor[self.rank * found.most : (self.rank + 1) * found.most].clone(
-            memory_format=torch.contiguous_format
-        )
-
     def keep_gradient(self, whole: Tensor, rows: Tensor | None) -> None:
         """Make this rank's rows of a gradient that of the shard."""
         whole.grad = None

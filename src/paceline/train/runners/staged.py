@@ -34,7 +34,6 @@ from paceline.comm.exchange import nothing_like
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.exact import Gradients
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
@@ -43,7 +42,8 @@ from paceline.parallel.recompute import explaining_recompute
 from paceline.parallel.shard.whole import split_groups
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
 from paceline.parallel.stages.received import ReceivedGradient, receive
-from paceline.parallel.stages.reduction import CutStageSum, build_sums
+from paceline.parallel.stages.reduction import build_sums
+from paceline.parallel.sums.gradients import Gradients
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind
 from paceline.pipeline.timeline import Timeline
@@ -198,8 +198,7 @@ class StagedRunner(StagedForwards):
             return
         self._shards.free(action.stage, next_stage)
         reduction = self._reductions[action.stage]
-        adds = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
-        if adds and isinstance(reduction, CutStageSum):
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             reduction.add_nothing()
 
     def _run_schedule(self, work: Work, *, count_flops: bool) -> float:

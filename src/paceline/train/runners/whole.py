@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.mesh import Mesh
-from paceline.parallel.compress import CompressedReduction, Compression
+from paceline.parallel.compress import Compression
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
@@ -60,7 +60,7 @@ class WholeRunner(Runner):
 
     @property
     def compression(self) -> Compression | None:
-        return self._exact.compression if isinstance(self._exact, CompressedReduction) else None
+        return None if self._exact is None else self._exact.ranks.compression
 
     def silenced(self) -> AbstractContextManager[None]:
         return nullcontext() if self._replica is None else self._replica.silenced()

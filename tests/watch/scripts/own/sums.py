@@ -31,7 +31,7 @@ def main() -> None:
 
                 exchange.pass_on = disturb
             vector = torch.ones(1 << 20)
-            sums.sum_subtrees([[vector]], plan, vector)
+            sums.sum_subtrees([vector], plan, vector)
             time.sleep(0.1)
 
 

@@ -1,0 +1,1 @@
+"""Sums gradients over microbatches and ranks."""

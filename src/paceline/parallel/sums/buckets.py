@@ -1,0 +1,354 @@
+"""Sums the gradients of a model in the buckets of DDP, in an order that does not depend on the ranks.
+
+Protocol of one step, on every rank:
+
+1. `begin` with the number of microbatches that each rank owns.
+2. After the backward of every microbatch but the last, `set_aside`: it moves the gradients from the
+   parameters and adds them to those with which they complete a subtree. (DDP's own accumulation goes from
+   left to right.)
+3. The last backward synchronises: per bucket of DDP, `reduce_bucket` adds the earlier gradients, then sums
+   those of all ranks into the bucket. In a world of one there are no buckets: the last microbatch is set
+   aside too.
+4. `end`, which in a world of one stores the sum in the parameters.
+
+Order of the collectives: one thread processes one bucket after another, in DDP's order, on a group of its
+own. It issues all collectives of a bucket before the first of the next. Backward has to wait for the last
+bucket anyway, so its own thread processes that one after all others: waking another thread takes 0.1 ms. If
+callbacks chained the collectives instead, two ranks might issue the second half of one bucket and the first
+half of the next in different orders, and receive each other's data without any error. On CUDA the order is
+that of the calls on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from paceline.comm.exchange import nothing_like
+from paceline.comm.residuals import RowRange
+from paceline.comm.tree import ReductionPlan
+from paceline.parallel.compress import Compression
+from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
+from paceline.parallel.sums.gradients import (
+    Gradients,
+    add_gradients,
+    flatten,
+    keep_for_stream,
+    list_present,
+    take_gradients,
+    view_bucket,
+)
+
+_Work = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket that is not yet summed: its parameters, views of their gradients, and the earlier ones."""
+
+    parameters: list[Tensor]
+    views: list[Tensor]
+    total: GradientSum
+
+
+class BucketSums:
+    """The gradients of one model, summed in the order of the tree, and compressed if asked for.
+
+    Collective: every rank of the group must construct it and run the same buckets.
+
+    With `powersgd` the last bucket sums all of them, in two exchanges. DDP reads no bucket before that.
+
+    Args:
+        model: its parameters to train.
+        group: the ranks, used for nothing else; `None` in a world of one.
+        device: of the model.
+        apart: parameters whose gradients are summed elsewhere.
+        compression: of the gradients.
+
+    Attributes:
+        ranks: the sum over ranks.
+
+    Raises:
+        PacelineError: PL425 for sparse gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        apart: Sequence[Tensor] = (),
+        compression: Compression | None = None,
+    ) -> None:
+        others = {id(parameter) for parameter in apart}
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in others]
+        self._parameters = [p for _, p in named]
+        self._names = [name for name, _ in named]
+        self._places = {id(p): place for place, (_, p) in enumerate(named)}
+        self.ranks = RankSum(group, device, is_exact=True, compression=compression)
+        self._sum = GradientSum(self.ranks, list_present)
+        self._num_leaves = 0
+        self._last_leaf: int | None = None
+        self._held: list[_Bucket] = []
+        self._line: _OrderedThread | _OrderedStream | None = None
+        if group is not None:
+            self._line = _OrderedThread() if device.type == "cpu" else _OrderedStream()
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        """Start a global batch.
+
+        Args:
+            num_owned: per rank of the group, the number of microbatches that it computes, numbered
+                consecutively.
+        """
+        self._sum.begin(num_owned)
+        self._num_leaves, self._held = sum(num_owned), []
+        before, own = sum(num_owned[: self.ranks.rank]), num_owned[self.ranks.rank]
+        self._last_leaf = before + own - 1 if own else None
+
+    @torch.no_grad()
+    def set_aside(self, index: int) -> None:
+        """Move the gradients of microbatch `index` from the parameters to the sum."""
+        self._sum.add(index, take_gradients(self._parameters))
+
+    def is_used(self, parameter: Tensor) -> bool:
+        """Return whether a microbatch that was set aside in this step has given a parameter a gradient."""
+        return self._sum.has(self._places[id(parameter)])
+
+    def fill_missing(self) -> None:
+        """Add a zero gradient to all parameters, before a last microbatch that may leave some out.
+
+        DDP requires one for every parameter that an earlier microbatch has used.
+        """
+        for parameter in self._parameters:
+            parameter.grad = nothing_like(parameter)
+
+    @torch.no_grad()
+    def end(self, *, reduced: bool) -> None:
+        """End a global batch.
+
+        Args:
+            reduced: whether the last microbatch was reduced over ranks; if not, the sum of all gradients that
+                were set aside is stored in the parameters.
+
+        Raises:
+            Exception: any error raised while a bucket was summed over ranks.
+        """
+        if self._line is not None and self._line.failures:
+            raise self._line.failures[0]
+        values, self._num_leaves = self._sum.take(), 0
+        found = [gradients for gradients in values if gradients is not None]
+        if reduced or not found:
+            return
+        if self.ranks.is_compressed and self.ranks.group is None:
+            found = [self._sum_slots_alone(values)]
+        # Several remain only if the other ranks' are left out on purpose (`Replica.silenced`).
+        *others, total = found
+        for gradients in reversed(others):
+            total = add_gradients(gradients, total)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
+            parameter.grad = gradient
+
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a bucket with the earlier gradients, and over ranks; called by DDP's hook."""
+        buffer = bucket.buffer()
+        if not self._num_leaves or self._line is None:
+            # DDP's first pass over the graph, or a global batch without samples: zeros everywhere.
+            return complete_future(buffer)
+        parameters = bucket.parameters()
+        views = view_bucket(buffer, parameters)
+
+        def pack(gradients: Gradients) -> list[Tensor]:
+            if gradients[0] is views[0]:
+                return [buffer]
+            return [torch.cat([flatten(g, p) for g, p in zip(gradients, parameters, strict=True)])]
+
+        part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
+        reads = [g for values in part.list_values() for g in values or () if g is not None]
+        one = _Bucket(parameters, views, part)
+        if self.ranks.compression is None or not self.ranks.compression.is_on:
+            return self._line.submit(lambda: self._sum_bucket(one), buffer, reads, is_last=bucket.is_last())
+        self._held.append(one)
+        if self.ranks.compression.is_at_once and not bucket.is_last():
+            return complete_future(buffer)
+        held, self._held = self._held, []
+        if self.ranks.compression.is_at_once and buffer.is_cuda:
+            self._sum_slots(held)  # on the stream of backward, for which earlier futures are complete
+            return complete_future(buffer)
+        return self._line.submit(lambda: self._sum_slots(held), buffer, reads, is_last=bucket.is_last())
+
+    def close(self) -> None:
+        """End the issuing thread."""
+        if self._line is not None:
+            self._line.close()
+
+    # ---- work on buckets
+
+    @torch.no_grad()
+    def _sum_bucket(self, bucket: _Bucket) -> None:
+        if self._last_leaf is not None:
+            bucket.total.add(self._last_leaf, list(bucket.views))
+        bucket.total.finish(list(bucket.views))
+
+    @torch.no_grad()
+    def _sum_slots(self, buckets: list[_Bucket]) -> None:
+        by_bucket = []
+        for bucket in buckets:
+            if self._last_leaf is not None:
+                bucket.total.add(self._last_leaf, list(bucket.views))
+            missing: Gradients = [None] * len(bucket.views)
+            by_bucket.append([missing if each is None else each for each in bucket.total.take()])
+        self._encode(
+            [each for bucket in buckets for each in bucket.parameters],
+            [[each for values in row for each in values] for row in zip(*by_bucket, strict=True)],
+            [view for bucket in buckets for view in bucket.views],
+            self._sum.own.plan,
+        )
+
+    def _sum_slots_alone(self, slots: list[Gradients | None]) -> Gradients:
+        """Return the sum of this process's slots, one parameter after the other."""
+        sums: Gradients = []
+        for place, parameter in enumerate(self._parameters):
+            found = [None if gradients is None else gradients[place] for gradients in slots]
+            total = torch.zeros_like(parameter)
+            self._encode([parameter], [[gradient] for gradient in found], [total])
+            sums.append(None if all(gradient is None for gradient in found) else total)
+        return sums
+
+    def _encode(
+        self,
+        parameters: Sequence[Tensor],
+        slots: Sequence[Gradients],
+        totals: Sequence[Tensor],
+        plan: ReductionPlan | None = None,
+    ) -> None:
+        """Sum the gradients of some parameters over the slots of all ranks; collective.
+
+        Args:
+            parameters: the same on every rank.
+            slots: per own slot, or own subtree of a shared slot, their gradients; may be `totals`.
+            totals: of the shapes of the parameters; receive the sums.
+            plan: of the shared slot.
+        """
+        kept = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+        names = [self._names[self._places[id(parameters[place])]] for place in kept]
+        pieces = [RowRange.all_of(n, parameters[p].shape) for n, p in zip(names, kept, strict=True)]
+        if not pieces:
+            return
+
+        def read(values: Gradients) -> Gradients:
+            found = [values[place] for place in kept]
+            return [
+                None if value is None else value.reshape(piece.num_rows, piece.length)
+                for piece, value in zip(pieces, found, strict=True)
+            ]
+
+        sums = [torch.empty(piece.num_rows, piece.length, device=totals[0].device) for piece in pieces]
+        assert self.ranks.slots is not None
+        assert self.ranks.compression is not None
+        given, factor = [[read(values)] for values in slots], self.ranks.compression.factor
+        self.ranks.slots.sum([pieces], given, sums, factor, plan)
+        for place, total in zip(kept, sums, strict=True):
+            totals[place].copy_(total.view(totals[place].shape))
+
+
+class _OrderedThread:
+    """A thread that runs one task after another, in the order of submission.
+
+    Attributes:
+        failures: the exception raised, at most one. After it no task runs any more, because its collectives
+            would meet peers that are a bucket ahead or behind. The futures are completed all the same: DDP
+            would not accept one with an exception as a tensor, and the message would be lost.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self._latest: torch.futures.Future[Tensor] | None = None
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        # The thread has no reference to this object, so a reduction that is dropped is collected and ends it.
+        arguments = (self._queue, self.failures)
+        threading.Thread(target=_serve, args=arguments, name="paceline-exact", daemon=True).start()
+        self._end = weakref.finalize(self, self._queue.put, None)
+
+    def submit(
+        self, work: _Work, result: Tensor, reads: list[Tensor], *, is_last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """Return a future that completes with `result` once `work` is done.
+
+        Args:
+            work: to do, in this thread if it is the step's last.
+            result: of the future.
+            reads: the tensors that `work` reads beside it.
+            is_last: whether it is the step's last.
+        """
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        task = (work, result, future)
+        if is_last:
+            if self._latest is not None:
+                self._latest.wait()
+                self._latest = None
+            _run(task, self.failures)
+        else:
+            self._latest = future
+            self._queue.put(task)
+        return future
+
+    def close(self) -> None:
+        self._end()
+
+
+class _OrderedStream:
+    """A stream of CUDA in place of the thread; an error is raised in the calling thread."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def submit(
+        self, work: _Work, result: Tensor, reads: list[Tensor], *, is_last: bool
+    ) -> torch.futures.Future[Tensor]:
+        """Return a future that completes with `result` once the stream has done `work`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for tensor in reads:  # freed by the host while the stream may still read it
+                keep_for_stream(tensor)
+            work()
+            return complete_future(result)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+_Task = tuple[_Work, Tensor, "torch.futures.Future[Tensor]"]
+
+
+def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:
+    while (task := tasks.get()) is not None:
+        _run(task, failures)
+        del task  # no reference is kept while the thread waits
+
+
+def _run(task: _Task, failures: list[Exception]) -> None:
+    work, result, future = task
+    if not failures:
+        try:
+            work()
+        except Exception as error:
+            failures.append(error)
+    future.set_result(result)
+
+
+def complete_future(total: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future of a tensor that is complete, on CUDA once the current stream has finished."""
+    future: torch.futures.Future[Tensor]
+    future = torch.futures.Future(devices=[total.device] if total.is_cuda else [])
+    future.set_result(total)
+    return future
