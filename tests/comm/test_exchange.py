@@ -39,7 +39,9 @@ def sum_alone(leaves: list[Tensor]) -> Tensor:
     return tree.subtrees[0][1]
 
 
-def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tensor]) -> Tensor:
+def sum_on_ranks(
+    exchange: Exchange, shares: tuple[int, ...], leaves: list[Tensor], num_shards: int = 1
+) -> Tensor:
     plan, rank = plan_reduction(shares), dist.get_rank()
     first = sum(shares[:rank])
     tree: TreeSum[Tensor] = TreeSum(len(leaves), torch.add)
@@ -50,7 +52,7 @@ def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tenso
     if subtrees:  # as a bucket does: the last subtree is where the sum goes
         total.copy_(subtrees[-1])
         subtrees[-1] = total
-    exchange.sum_subtrees(subtrees, plan, total)
+    exchange.sum_subtrees(subtrees, plan, total, num_shards)
     return total
 
 
@@ -97,6 +99,25 @@ def test_bytes_are_a_rings_where_each_rank_owns_one_node(
     ring = 2 * (len(shares) - 1) / len(shares) * 4000 * 4
     sent = ranks.run(count_bytes, len(shares), (shares, 4000))
     assert max(sent) == ring * (subtrees + 1) / 2
+
+
+def sum_shards(world: Any, num_shards: int, shares: tuple[int, ...]) -> tuple[bool, int]:
+    exchange = Exchange(dist.group.WORLD)  # type: ignore[arg-type]
+    leaves = draw_leaves(sum(shares), 12_012, torch.float32, 0)
+    total = sum_on_ranks(exchange, shares, leaves, num_shards)
+    own, expected = (
+        each.view(num_shards, -1)[world.rank % num_shards] for each in (total, sum_alone(leaves))
+    )
+    return torch.equal(own, expected), exchange.sent_bytes
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (3, 2, 2, 0)])
+def test_a_rank_gets_the_rows_of_its_shard(ranks: Pool, num_shards: int, shares: tuple[int, ...]) -> None:
+    found = ranks.run(sum_shards, 4, (num_shards, shares))
+    assert [is_right for is_right, _ in found] == [True] * 4
+    if shares == (1, 1, 1, 1):  # three quarters of a vector, then the own quarter to the other replica
+        assert max(sent for _, sent in found) == 48_048 * (0.75 + (0.25 if num_shards == 2 else 0))
 
 
 def die_before_the_second_sum(world: Any) -> None:

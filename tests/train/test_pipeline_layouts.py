@@ -185,13 +185,9 @@ def _sum_bytes(tensors: Any) -> int:
 
 def test_a_rank_has_the_rows_of_its_stages_alone(ranks: Pool) -> None:
     for found in ranks.run(count_bytes, 4, ("pp=2 dp_shard=2 zero=3",)):
-        expected = found["expected"]
-        assert found == {
-            "parameters": expected,
-            "gradients": expected,
-            "moments": 2 * expected,
-            "expected": expected,
-        }
+        expected, gradients = found["expected"], found.pop("gradients")
+        assert found == {"parameters": expected, "moments": 2 * expected, "expected": expected}
+        assert expected <= gradients < 1.01 * expected, "and a number per parameter: whether it is used"
 
 
 def test_a_run_goes_on_under_sharded_pipelines(ranks: Pool, tmp_path: Path) -> None:
