@@ -95,7 +95,8 @@ class TreeSum(Generic[Value]):
     def pick(self, part: Callable[[Value], Value]) -> TreeSum[Value]:
         """Return the sum of a part of each value."""
         picked = TreeSum(self._num_leaves, self._add)
-        picked._values = {subtree: part(value) for subtree, value in self._values.items()}
+        for subtree, value in self.subtrees:
+            picked.push(subtree, part(value))
         return picked
 
 
