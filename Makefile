@@ -12,6 +12,7 @@
 # make check   format, lint, types, layers
 # make bench   the speed tables, beside other libraries (in a separate environment)
 # make docs    the generated parts of docs/
+# make site    the documents as a site with search: build/site/docs/index.html, opened from disk
 # make clean   remove what the commands above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
@@ -25,7 +26,7 @@ TORCH ?= 2.11.0
 TORCHES ?= 2.11.0 2.12.0 2.13.0
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher chaos-nodes hangs check bench docs clean
+.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher chaos-nodes hangs check bench docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -92,6 +93,11 @@ bench: env-bench
 docs: env
 	.venv/bin/python docs/generate.py
 
+site:
+	@$(PYTHON) tools/build_env.py .venv-docs requirements.lock requirements-docs.lock
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -c docs -b html . build/site
+	@echo build/site/docs/index.html
+
 clean:
-	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock .venv-torch-* build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock .venv-docs .venv-docs.lock .venv-torch-* build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests docs tools $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

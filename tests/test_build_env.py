@@ -239,7 +239,7 @@ def test_a_python_without_venv_is_refused(
 
 
 def test_the_locks_pin_everything_exactly() -> None:
-    for name in ("requirements.lock", "requirements-bench.lock"):
+    for name in ("requirements.lock", "requirements-bench.lock", "requirements-docs.lock"):
         lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
         pins = [line for line in lines if line]
         names = [pin.partition("==")[0].lower() for pin in pins]
@@ -257,6 +257,7 @@ def test_every_direct_dependency_is_pinned_with_its_reason() -> None:
     for name, wanted in (
         ("requirements.lock", project["dependencies"] + extras["dev"]),
         ("requirements-bench.lock", extras["bench"]),
+        ("requirements-docs.lock", extras["docs"]),
     ):
         reasons = {
             _normal(line.partition("==")[0]): line.partition("#")[2].strip()

@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+import paceline
+from paceline.cli.examples import EXAMPLES
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 SUFFIXES = (".py", ".toml", ".md", ".sh", ".lock")
@@ -88,6 +91,23 @@ def test_the_page_of_files_mentions_every_source_file() -> None:
     assert [path for path in files if not path.endswith("__init__.py") and path not in text] == []
     folders = {path.rpartition("/")[0] for path in files}
     assert [folder for folder in sorted(folders) if f"{folder}/" not in text] == []
+
+
+def test_every_public_name_and_every_page_is_on_the_site() -> None:
+    api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\.\. auto\w+:: paceline\.(\w+)$", api, re.M)
+    assert sorted(described) == sorted(set(paceline.__all__) - {"__version__"})
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = {line.removeprefix("../") for line in index.splitlines()}
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages - listed == set()
+
+
+def test_every_command_is_in_the_documents() -> None:
+    texts = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert [
+        words for words in EXAMPLES if not words.startswith("profile ") and f"paceline {words}" not in texts
+    ] == []
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

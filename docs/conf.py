@@ -1,0 +1,43 @@
+"""Sphinx's settings for the site of these documents (`make site`). Its source is the repository's root."""
+
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+project = "Paceline"
+author = "the Paceline developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+# Everything that is read; the rest of the repository is linked to as files.
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/tables/verify-*.md",
+    "benchmarks/*/README.md",
+    "tests/chaos/README.md",
+]
+html_theme = "furo"
+html_title = "Paceline"
+myst_heading_anchors = 4
+myst_enable_extensions = ["html_image"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autoclass_content = "class"
+napoleon_google_docstring = True
+napoleon_use_ivar = True
+# Folders have no page of their own; tests/test_docs.py checks that each link leads to something that exists.
+suppress_warnings = ["myst.xref_missing", "misc.highlighting_failure"]
+
+
+def _list_pages(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt, a line per page with the place of its Markdown."""
+    if error is None:
+        lines = [
+            f"- [{app.env.titles[name].astext()}](_sources/{name}.md.txt)" for name in sorted(app.env.titles)
+        ]
+        Path(app.outdir, "llms.txt").write_text("\n".join(["# Paceline", "", *lines, ""]), encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect to Sphinx's events."""
+    app.connect("build-finished", _list_pages)
