@@ -33,6 +33,7 @@ _COMMANDS = (
     "bench",
     "plan",
     "profile",
+    "lint",
     "launch",
     "doctor",
     "recipes",

@@ -24,11 +24,11 @@ class Page:
     example: str = ""
 
 
-_FILE_NAME = r"(PL[1-9]\d\d)-[a-z-]+\.md"
+_FILE_NAME = r"(PL\d\d\d)-[a-z-]+\.md"
 _TOPIC = r"# \S.*\n\n"
 _LINE = r"(?!#|```|\*\*|\s).*\S\n"
 _PAGE = (
-    rf"(?P<code>PL[1-9]\d\d): (?P<title>\S.*\S)\n\n(?P<why>(?:{_LINE})+)\n"
+    rf"(?P<code>PL\d\d\d): (?P<title>\S.*\S)\n\n(?P<why>(?:{_LINE})+)\n"
     rf"\*\*Fix:\*\* (?P<fix>(?:{_LINE})+)(?:\n```\n(?P<example>[^`]+)\n```\n)?"
 )
 

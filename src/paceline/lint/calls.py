@@ -1,0 +1,317 @@
+"""Functions of libraries that mean something for a training on several ranks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from paceline.lint import methods, python_calls, torch_calls
+from paceline.lint.facts import (
+    KnownCall,
+    deps_of,
+    escape,
+    inherit,
+    known_length,
+)
+from paceline.lint.names import canonical
+from paceline.lint.values import Taint, Value, constant, mix, unknown
+
+Handler = Callable[[KnownCall], Value | None]
+
+# Position of the tensor that is written, of the group, and of the source or destination.
+COLLECTIVES: dict[str, tuple[int, int, int]] = {
+    "all_reduce": (0, 2, -1),
+    "broadcast": (0, 2, 1),
+    "reduce": (0, 3, 1),
+    "all_gather": (0, 2, -1),
+    "all_gather_into_tensor": (0, 2, -1),
+    "all_gather_object": (0, 2, -1),
+    "all_gather_coalesced": (0, 2, -1),
+    "gather": (1, 3, 2),
+    "gather_object": (1, 3, 2),
+    "scatter": (0, 3, 2),
+    "scatter_object_list": (0, 3, 2),
+    "broadcast_object_list": (0, 2, 1),
+    "reduce_scatter": (0, 3, -1),
+    "reduce_scatter_tensor": (0, 3, -1),
+    "all_to_all": (0, 2, -1),
+    "all_to_all_single": (0, 4, -1),
+    "barrier": (-1, 0, -1),
+    "monitored_barrier": (-1, 0, -1),
+}
+_SOURCE_NAMES = {"broadcast", "broadcast_object_list", "scatter", "scatter_object_list"}
+_FIRST_NAMES = {
+    "all_gather": "tensor_list",
+    "all_gather_object": "object_list",
+    "all_gather_into_tensor": "output_tensor",
+    "broadcast_object_list": "object_list",
+    "gather": "gather_list",
+    "gather_object": "object_gather_list",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+    "all_to_all": "output_tensor_list",
+    "all_to_all_single": "output",
+}
+# What these get, they don't change, wrap or keep for training.
+_HARMLESS_TEXT = """
+    torch numpy math os sys json re time random itertools functools collections pathlib logging builtins
+    string operator contextlib io typing warnings shutil glob copy datetime argparse dataclasses pickle
+    csv gzip tempfile socket subprocess threading gc signal traceback enum abc inspect platform uuid
+    hashlib statistics types weakref queue PIL pandas scipy sklearn matplotlib yaml tqdm wandb psutil
+    tensorboard torchvision tokenizers tiktoken h5py pyarrow safetensors huggingface_hub omegaconf rich
+    termcolor cv2 einops tensorboardX
+"""
+_HARMLESS = set(_HARMLESS_TEXT.split())
+_CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns"}
+_RANDOM = {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "rand_like",
+    "randn_like",
+}
+_FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn"}
+_PASSES = {
+    "list",
+    "tuple",
+    "sorted",
+    "reversed",
+    "iter",
+    "cycle",
+    "chain",
+    "deepcopy",
+    "copy",
+    "deque",
+    "set",
+}
+
+
+def attribute_of_library(run: Any, name: str) -> Value:
+    """Return a member of a library."""
+    if name == "os.environ":
+        return run.environ  # type: ignore[no-any-return]
+    short = canonical(name)
+    if short in ("dist.group.WORLD", "dist.WORLD", "dist.GroupMember"):
+        return constant(None)
+    if name.endswith((".maxsize", ".inf", ".nan", ".pi")):
+        return unknown(Taint.NONE)
+    return Value("lib", ref=name)
+
+
+def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+    """Return the result of a function of a library."""
+    short = canonical(name)
+    head, _, last = short.rpartition(".")
+    if head == "dist" and last in COLLECTIVES:
+        return _collective(KnownCall(run, args, kwargs, node, last))
+    if head == "dnn":
+        run.emit("coll", node, op=f"nn.{last}", group=kwargs.get("group"), via="")
+        return Value("tensor", deps=deps_of(args), node=node)
+    handler = _HANDLERS.get(short) or _BY_HEAD.get(head) or _BY_LAST.get(last)
+    if handler is not None:
+        result = handler(KnownCall(run, args, kwargs, node, last))
+        if result is not None:
+            return result
+    values = [*args, *kwargs.values()]
+    root = name.partition(".")[0]
+    if root not in _HARMLESS:
+        escape(run, values)
+        if last in ("set_seed", "seed_everything", "fix_random_seeds", "seed_all"):
+            run.seed = mix(args)
+        elif root != "builtins":
+            run.num_unread_calls += 1
+        taint = (mix(values) & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
+        return unknown(taint, deps_of(values))
+    taint = mix(values)
+    if last in _RANDOM and root in ("torch", "numpy", "random"):
+        taint |= _taint_of_draw(run, kwargs)
+    elif root in ("random",) and last not in ("seed", "Random"):
+        taint |= Taint.UNKNOWN
+    elif root == "time" and last in _CLOCKS:
+        taint |= Taint.LOCAL
+    elif last in ("getpid", "gethostname", "uuid4", "node", "mkdtemp", "get_ident"):
+        taint |= Taint.RANK | Taint.LOCAL
+    elif root in ("subprocess", "socket", "pickle", "glob", "os", "pathlib") and last not in (
+        "join",
+        "basename",
+        "dirname",
+        "splitext",
+        "abspath",
+        "expanduser",
+        "Path",
+        "fspath",
+        "str",
+        "makedirs",
+    ):
+        taint |= Taint.UNKNOWN
+    kind = "tensor" if root == "torch" and head in ("torch", "F") else ""
+    value = Value(kind, taint=taint, deps=deps_of(values), node=node)
+    inherit(value, args)
+    if last in _FACTORIES and root == "torch" and args and all(arg.is_known for arg in args if not arg.kind):
+        value.attrs["#shape"] = _shape_of(args)
+    if head == "F":
+        reduction = kwargs.get("reduction")
+        if last.endswith(("cross_entropy", "_loss", "cross_entropy_with_logits")) and reduction is None:
+            value.attrs["#mean"] = True
+    return value
+
+
+def _shape_of(args: list[Value]) -> tuple[Any, ...] | None:
+    first = args[0]
+    if first.items is not None:
+        shape = tuple(item.const if item.is_known else None for item in first.items)
+    else:
+        shape = tuple(arg.const for arg in args if arg.is_known)
+    return shape if shape and all(isinstance(one, int) for one in shape) else None
+
+
+def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
+    generator = kwargs.get("generator")
+    if generator is not None:
+        seeded = generator.fact("seeded")
+        return Taint.UNKNOWN if seeded is None else seeded
+    if run.seed is None and not run.num_unread_calls:
+        return Taint.LOCAL
+    return Taint.UNKNOWN if run.seed is None or Taint.RANK not in run.seed else Taint.LOCAL
+
+
+def _collective(c: KnownCall) -> Value:
+    out_at, group_at, source_at = COLLECTIVES[c.name]
+    group = c.pick(group_at, "group")
+    source = c.pick(source_at, "src" if c.name in _SOURCE_NAMES else "dst") if source_at >= 0 else None
+    out = c.pick(out_at, _FIRST_NAMES.get(c.name, "tensor")) if out_at >= 0 else None
+    data: dict[str, Any] = {"op": c.name, "group": group, "source": source, "via": "", "out": out}
+    if c.name == "all_reduce":
+        data["reduce_op"] = c.pick(1, "op")
+    if out is not None:
+        data["shape"] = out.fact("shape")
+        data["length"] = known_length(out)
+    c.run.emit("coll", c.node, **data)
+    after = (
+        Taint.UNKNOWN if group is not None and not (group.is_known and group.const is None) else Taint.NONE
+    )
+    if (
+        c.name in ("reduce", "gather", "gather_object", "reduce_scatter", "scatter", "scatter_object_list")
+        or "all_to_all" in c.name
+    ):
+        after = Taint.UNKNOWN
+    for one in out.alternatives() if out is not None else ():
+        if one.is_known and one.const is None:
+            continue
+        c.run.set(one.attrs, "#taint", after)
+        if c.name == "all_reduce":
+            c.run.set(one.attrs, "#reduced", True)
+        if one.items is not None:
+            c.run.set(
+                one.attrs,
+                "#items",
+                tuple(unknown(after) if one.kind == "list" else item for item in one.items),
+            )
+        if one.kind == "list":
+            c.run.set(
+                one.attrs,
+                "#element",
+                Value("tensor", taint=after) if "object" not in c.name else unknown(after),
+            )
+    is_async = c.kwargs.get("async_op")
+    if is_async is not None and not (is_async.is_known and not is_async.const):
+        return Value("work")
+    return constant(None, collective=c.name)
+
+
+_HANDLERS: dict[str, Handler] = {
+    "dist.init_process_group": torch_calls.call_init,
+    "dist.get_rank": torch_calls.call_rank,
+    "dist.get_world_size": torch_calls.call_rank,
+    "dist.get_node_local_rank": torch_calls.call_rank,
+    "dist.is_initialized": torch_calls.call_true_if_initialized,
+    "dist.is_available": torch_calls.call_true_if_initialized,
+    "dist.new_group": torch_calls.call_new_group,
+    "dist.split_group": torch_calls.call_new_group,
+    "dist.init_device_mesh": torch_calls.call_mesh,
+    "mesh.init_device_mesh": torch_calls.call_mesh,
+    "mesh.DeviceMesh": torch_calls.call_mesh,
+    "parallel.DistributedDataParallel": torch_calls.call_wrap,
+    "parallel.DataParallel": torch_calls.call_wrap,
+    "fsdp.FullyShardedDataParallel": torch_calls.call_wrap,
+    "fsdp.fully_shard": torch_calls.call_fully_shard,
+    "data.DataLoader": torch_calls.call_loader,
+    "torch.save": torch_calls.call_save,
+    "torch.load": torch_calls.call_load,
+    "torch.device": torch_calls.call_device,
+    "torch.cuda.device": torch_calls.call_device,
+    "torch.cuda.set_device": torch_calls.call_device,
+    "torch.cuda.device_count": torch_calls.call_devices,
+    "torch.manual_seed": torch_calls.call_seed,
+    "torch.random.manual_seed": torch_calls.call_seed,
+    "torch.tensor": torch_calls.call_tensor,
+    "torch.as_tensor": torch_calls.call_tensor,
+    "torch.Tensor": torch_calls.call_tensor,
+    "torch.no_grad": torch_calls.call_context,
+    "torch.inference_mode": torch_calls.call_context,
+    "torch.autocast": torch_calls.call_context,
+    "torch.Generator": torch_calls.call_generator,
+    "contextlib.ExitStack": torch_calls.call_context,
+    "contextlib.nullcontext": torch_calls.call_context,
+    "contextlib.suppress": torch_calls.call_context,
+    "functools.partial": python_calls.call_partial,
+    "accelerate.Accelerator": torch_calls.call_accelerator,
+    "argparse.ArgumentParser": python_calls.call_parser,
+    "os.path.join": python_calls.call_path,
+    "pathlib.Path": python_calls.call_path,
+    "os.getenv": lambda c: methods.read_environment(
+        c.run, c.run.environ, c.args[0], c.args[1] if len(c.args) > 1 else constant(None)
+    ),
+    "sys.exit": lambda c: Value("never"),
+    "os._exit": lambda c: Value("never"),
+    "nn.convert_sync_batchnorm": torch_calls.call_sync_batchnorm,
+    "torch.compile": torch_calls.call_sync_batchnorm,
+    "mp.spawn": python_calls.call_spawn,
+    "mp.Process": python_calls.call_spawn,
+    "datasets.load_dataset": torch_calls.call_dataset,
+    "datasets.distributed.split_dataset_by_node": torch_calls.call_dataset,
+    "copy.deepcopy": python_calls.call_passes,
+    "itertools.cycle": python_calls.call_passes,
+    "itertools.chain": python_calls.call_passes,
+    "itertools.islice": lambda c: None,
+    "collections.deque": python_calls.call_passes,
+    **{
+        f"builtins.{name}": python_calls.call_passes
+        for name in ("list", "tuple", "sorted", "reversed", "iter", "set")
+    },
+    **{
+        f"data.{name}": torch_calls.call_dataset
+        for name in ("TensorDataset", "Subset", "ConcatDataset", "ChainDataset", "random_split")
+    },
+    **{
+        f"data.{name}": torch_calls.call_sampler
+        for name in (
+            "DistributedSampler",
+            "RandomSampler",
+            "SequentialSampler",
+            "BatchSampler",
+            "WeightedRandomSampler",
+            "SubsetRandomSampler",
+        )
+    },
+}
+_BY_HEAD: dict[str, Handler] = {
+    "nn": torch_calls.call_module,
+    "optim": torch_calls.call_optimizer,
+    "sched": torch_calls.call_scheduler,
+    "amp": torch_calls.call_amp,
+    "dcp": torch_calls.call_dcp,
+    "join": torch_calls.call_join_context,
+    "builtins": python_calls.call_builtin,
+    "nnutils": torch_calls.call_clip,
+    "torchvision.datasets": torch_calls.call_dataset,
+}
+_BY_LAST: dict[str, Handler] = {
+    "tqdm": python_calls.call_progress,
+    "trange": lambda c: Value("progress", ref=Value("range", ref=tuple(c.args), taint=mix(c.args))),
+}

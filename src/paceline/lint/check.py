@@ -1,0 +1,157 @@
+"""Runs the witnesses over a file, and the rules over what they did."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from paceline.codes import read_pages
+from paceline.lint.evaluation import GaveUp
+from paceline.lint.interpreter import Interpreter
+from paceline.lint.rules import RULES, WitnessTrace
+from paceline.lint.rules.rule import Level
+from paceline.lint.scopes import Function, Module
+from paceline.lint.values import WITNESSES, Value, unknown
+
+# A file without any of these words has nothing to do with ranks.
+_WORDS = re.compile(r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator")
+_SPAWNS = re.compile(r"\bspawn\(|\bProcess\(|\bstart_processes\(")
+_MOST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, order=True)
+class LintFinding:
+    """A mistake in a script.
+
+    Attributes:
+        path, line, column: its place, from 1.
+        end_line, end_column: where it ends.
+        code: the page's code.
+        level: "error" (hangs, crashes or is silently wrong), "warning" or "advice".
+        saw: the fact.
+        rule: why it matters.
+        fix: the next move.
+    """
+
+    path: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    code: str
+    level: Level
+    saw: str
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        place = f"{self.path}:{self.line}:{self.column}"
+        return f"{place}: {self.level}: {self.saw} {self.rule} {self.fix} [{self.code}]"
+
+
+@lru_cache(maxsize=512)
+def _parse_file(path: Path) -> Module | None:
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
+        text = path.read_text(encoding="utf-8")
+        return Module(str(path), ast.parse(text, str(path)), text)
+    except (OSError, SyntaxError, ValueError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def concerns_ranks(text: str) -> bool:
+    """Return whether a file has a word of distributed training."""
+    return _WORDS.search(text) is not None
+
+
+def check_text(text: str, path: str) -> list[LintFinding]:
+    """Return the findings in a script.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    if not concerns_ranks(text):
+        return []
+    tree = ast.parse(text, path)
+    try:
+        witnesses = _run_all(tree, text, path)
+    except (GaveUp, RecursionError):
+        return []
+    return _apply(witnesses)
+
+
+def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
+    runs = []
+    for place in WITNESSES:
+        run = Interpreter(place, _parse_file)
+        run.entry = path
+        module = Module(path, tree, text)
+        run.run_module(module, is_main=True)
+        runs.append((run, module))
+    visited = set[int]().union(*(run.visited for run, _ in runs))
+    spawns = _SPAWNS.search(text) is not None
+    for run, module in runs:
+        run.visited |= visited  # what only some ranks call has been seen where they call it
+        _run_the_rest(run, module)
+    return [
+        WitnessTrace(run.place, run.trace, text, run.reads, run.num_unread_calls, spawns) for run, _ in runs
+    ]
+
+
+def _run_the_rest(run: Interpreter, module: Module) -> None:
+    """Run what nobody in the file has called, with unknown arguments; those that others call come last."""
+    named = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
+    names = sorted(module.names.items(), key=lambda pair: pair[0] in named)
+    initialized = run.initialized
+    for _, value in names:
+        if not isinstance(value, Value) or value.ref is None:
+            continue
+        if value.kind == "func" and isinstance(value.ref, Function) and value.ref.module is module:
+            _enter(run, value, initialized)
+        elif value.kind == "class" and value.ref.module is module:
+            methods = [
+                one for one in value.ref.names.values() if isinstance(one, Value) and one.kind == "func"
+            ]
+            if any(id(one.ref.node) not in run.visited for one in methods):
+                from paceline.lint import library
+
+                before = run.out
+                run.out = []
+                try:
+                    run.frame = run.module_frame(module)
+                    me = library.instantiate(run, value, [Value("*", ref=unknown())], {}, value.ref.node)
+                finally:
+                    run.out = before
+                for one in methods:
+                    if one.ref.node.name != "__init__":
+                        _enter(run, one, initialized, me)
+
+
+def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | None = None) -> None:
+    if id(value.ref.node) in run.visited:
+        return
+    run.frame = run.module_frame(value.ref.module)
+    run.initialized, run.device_set, run.seed = True, True, None
+    run.num_unread_calls += not initialized
+    run.no_sync, run.no_grad, run.loops = [], 0, ()
+    run.call_function(value, [Value("*", ref=unknown())], {}, value.ref.node, owner=owner)
+
+
+def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:
+    pages = read_pages()
+    found: dict[tuple[str, int, int, str], LintFinding] = {}
+    for code, rule in RULES.items():
+        page = pages[code]
+        for one in rule.check(witnesses):
+            node = one.node
+            line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
+            end = getattr(node, "end_lineno", line) or line, (getattr(node, "end_col_offset", 0) or 0) + 1
+            finding = LintFinding(one.path, line, column, *end, code, rule.level, one.saw, page.why, page.fix)
+            found.setdefault((one.path, line, column, code), finding)
+    return sorted(found.values())

@@ -1,0 +1,488 @@
+"""Evaluates the expressions of a script abstractly."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.lint import library
+from paceline.lint.facts import deps_of
+from paceline.lint.scopes import Function, ScriptFrame
+from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown
+
+if TYPE_CHECKING:
+    from paceline.lint.trace import TraceEvent
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_BUILTINS = set(dir(builtins))
+_LONGEST = 10_000
+
+
+class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
+    """Raised when a script takes too many steps."""
+
+
+class Evaluator:
+    """Expressions under one witness, with the state of the process that they read."""
+
+    frame: ScriptFrame
+
+    # Provided by the interpreter.
+    emit: Callable[..., TraceEvent]
+    set: Any
+    fork: Callable[..., frozenset[str]]
+    tick: Callable[[], None]
+    assign: Callable[[ast.AST, Value], None]
+    call_function: Callable[..., Value]
+    loops: tuple[int, ...]
+
+    def __init__(self, place: WitnessPlace) -> None:
+        self.place = place
+        self.is_spawned = False
+        self.initialized = False
+        self.device_set = False
+        self.backend = ""
+        self.seed: Taint | None = None  # origins of the last seed of torch
+        self.num_joins = 0
+        self.num_unread_calls = 0
+        self.no_sync: list[Value] = []
+        self.no_grad = 0
+        self.framework = ""
+        self.grouped: dict[str, Value] = {}
+
+    def eval(self, node: ast.AST) -> Value:
+        """Return the value of an expression."""
+        self.tick()
+        method = getattr(self, "_eval_" + type(node).__name__.lower(), None)
+        if method is None:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.eval(child)
+            return unknown()
+        value: Value = method(node)
+        return value
+
+    def truth(self, value: Value) -> bool | None:
+        """Return whether a value is true, or None if that is not known."""
+        if value.is_known:
+            try:
+                return bool(value.const)
+            except Exception:
+                return None
+        assumed: bool | None = value.fact("assumed")
+        if assumed is not None:
+            return assumed
+        if value.kind in ("list", "tuple"):
+            return bool(value.items) if value.items is not None else None
+        if value.kind in ("", "union", "tensor", "dict", "state", "instance", "dataset"):
+            return None
+        return True
+
+    def _eval_constant(self, node: ast.Constant) -> Value:
+        return constant(node.value)
+
+    def _eval_name(self, node: ast.Name) -> Value:
+        frame: ScriptFrame | None = self.frame
+        while frame is not None:
+            if node.id in frame.names and not (frame is not self.frame and frame.is_class):
+                found: Value = frame.names[node.id]
+                return found
+            frame = frame.outer
+        if node.id in self.frame.module.names:
+            value: Value = self.frame.module.names[node.id]
+            return value
+        if node.id in _BUILTINS:
+            return Value("lib", ref="builtins." + node.id)
+        return unknown()
+
+    def _eval_attribute(self, node: ast.Attribute) -> Value:
+        return library.get_attribute(self, self.eval(node.value), node.attr, node)
+
+    def _eval_subscript(self, node: ast.Subscript) -> Value:
+        return library.get_item(self, self.eval(node.value), self.eval(node.slice), node)
+
+    def _eval_slice(self, node: ast.Slice) -> Value:
+        parts = [
+            self.eval(part) if part is not None else constant(None)
+            for part in (node.lower, node.upper, node.step)
+        ]
+        return Value("slice", taint=mix(parts), ref=tuple(parts))
+
+    def _eval_starred(self, node: ast.Starred) -> Value:
+        value = self.eval(node.value)
+        return Value("*", ref=value, taint=value.taint, deps=value.deps)
+
+    def _eval_tuple(self, node: ast.Tuple) -> Value:
+        return self._sequence(node.elts, "tuple")
+
+    def _eval_list(self, node: ast.List) -> Value:
+        return self._sequence(node.elts, "list")
+
+    _eval_set = _eval_list
+
+    def _sequence(self, elements: Sequence[ast.expr], kind: str) -> Value:
+        items: list[Value] = []
+        known = True
+        for element in elements:
+            value = self.eval(element)
+            if value.kind == "*":
+                if value.ref.items is not None:
+                    items += value.ref.items
+                else:
+                    known = False
+                    items.append(value.ref)
+            else:
+                items.append(value)
+        result = sequence(items, kind)
+        if not known:
+            result.attrs["#items"] = None
+        return result
+
+    def _eval_dict(self, node: ast.Dict) -> Value:
+        entries: dict[str, Value] | None = {}
+        values = []
+        for key, value_node in zip(node.keys, node.values, strict=True):
+            value = self.eval(value_node)
+            values.append(value)
+            name = self.eval(key) if key is not None else unknown()
+            if entries is not None and key is not None and name.is_known:
+                entries[str(name.const)] = value
+            elif key is None and value.fact("entries") is not None and entries is not None:
+                entries.update(value.fact("entries"))
+            else:
+                entries = None
+        deps = deps_of(values)
+        return Value(
+            "dict", taint=mix(values), deps=deps, attrs={"#entries": entries, "#values": tuple(values)}
+        )
+
+    def _eval_lambda(self, node: ast.Lambda) -> Value:
+        return Value("func", ref=Function(node, self.frame, self.frame.module), node=node)
+
+    def _eval_namedexpr(self, node: ast.NamedExpr) -> Value:
+        value = self.eval(node.value)
+        self.assign(node.target, value)
+        return value
+
+    def _eval_await(self, node: ast.Await) -> Value:
+        return self.eval(node.value)
+
+    def _eval_yield(self, node: ast.Yield) -> Value:
+        value = self.eval(node.value) if node.value is not None else constant(None)
+        old = self.frame.names.get("#yields")
+        self.frame.names["#yields"] = value if old is None else join(old, value)
+        return unknown()
+
+    def _eval_yieldfrom(self, node: ast.YieldFrom) -> Value:
+        source = self.eval(node.value)
+        self.frame.names["#yields"] = self.element(source, 0)
+        return unknown()
+
+    def _eval_joinedstr(self, node: ast.JoinedStr) -> Value:
+        parts = [self.eval(part) for part in node.values]
+        if all(part.is_known for part in parts):
+            return Value(const="".join(str(part.const) for part in parts), taint=mix(parts))
+        # The pieces tell which path it is, though not how it is spelled.
+        value = unknown(mix(parts))
+        value.attrs["#pieces"] = tuple(part.const if part.is_known else part for part in parts)
+        return value
+
+    def _eval_formattedvalue(self, node: ast.FormattedValue) -> Value:
+        value = self.eval(node.value)
+        if value.is_known and (node.format_spec is not None or node.conversion != -1):
+            spec = self.eval(node.format_spec) if node.format_spec is not None else constant("")
+            if spec.is_known and node.conversion == -1:
+                try:
+                    return Value(const=format(value.const, spec.const), taint=value.taint)
+                except (ValueError, TypeError):
+                    pass
+            return unknown(value.taint)
+        return value
+
+    def _eval_ifexp(self, node: ast.IfExp) -> Value:
+        condition = self.eval(node.test)
+        truth = self.truth(condition)
+        if truth is not None:
+            return self.eval(node.body if truth else node.orelse)
+        found: list[Value] = []
+
+        def arm(part: ast.expr) -> Callable[[], frozenset[str]]:
+            def run() -> frozenset[str]:
+                found.append(self.eval(part))
+                return frozenset({"next"})
+
+            return run
+
+        self.fork(node, condition, [arm(node.body), arm(node.orelse)])
+        return join(found[0], found[1], condition.taint & (Taint.LOCAL | Taint.RANK))
+
+    def _eval_boolop(self, node: ast.BoolOp) -> Value:
+        stops = isinstance(node.op, ast.Or)
+        seen: list[Value] = []
+        for i, part in enumerate(node.values):
+            value = self.eval(part)
+            truth = self.truth(value)
+            if truth is stops:
+                return value if not seen else unknown_bool(seen, value, stops)
+            if truth is None:
+                seen.append(value)
+                rest = node.values[i + 1 :]
+                if rest and any(isinstance(n, ast.Call) for one in rest for n in ast.walk(one)):
+                    return self._fork_rest(node, value, rest, stops)
+            last = value
+        if not seen:
+            return last
+        if len(seen) == 1 and seen[0] is last:
+            return last
+        result = unknown(mix(seen))
+        window = next((value.fact("window") for value in seen if value.fact("window")), None)
+        if window:
+            result.attrs["#window"] = window
+        return result
+
+    def _fork_rest(self, node: ast.BoolOp, first: Value, rest: list[ast.expr], stops: bool) -> Value:
+        found: list[Value] = []
+
+        def run() -> frozenset[str]:
+            part = rest[0] if len(rest) == 1 else ast.copy_location(ast.BoolOp(node.op, rest), node)
+            found.append(self.eval(part))
+            return frozenset({"next"})
+
+        arms: list[Callable[[], frozenset[str]]] = [run, lambda: frozenset({"next"})]
+        self.fork(node, first, arms[::-1] if stops else arms)
+        other = found[0]
+        if other.is_known and bool(other.const) is stops and not isinstance(first.const, type(None)):
+            return Value(const=other.const, taint=first.taint | other.taint) if stops else other
+        result = unknown(first.taint | other.taint)
+        window = first.fact("window") or other.fact("window")
+        if window:
+            result.attrs["#window"] = window
+        return result
+
+    def _eval_unaryop(self, node: ast.UnaryOp) -> Value:
+        value = self.eval(node.operand)
+        if isinstance(node.op, ast.Not):
+            truth = self.truth(value)
+            if truth is not None:
+                return Value(const=not truth, taint=value.taint)
+            result = unknown(value.taint)
+            if value.fact("window"):
+                result.attrs["#window"] = value.fact("window")
+            return result
+        if value.is_known and isinstance(value.const, (int, float)):
+            number = -value.const if isinstance(node.op, ast.USub) else ~int(value.const)
+            return Value(
+                const=number if not isinstance(node.op, ast.UAdd) else value.const, taint=value.taint
+            )
+        return Value(value.kind if value.kind == "tensor" else "", taint=value.taint, deps=value.deps)
+
+    def _eval_binop(self, node: ast.BinOp) -> Value:
+        return self.binary(self.eval(node.left), node.op, self.eval(node.right), node)
+
+    def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
+        """Return the result of an operator."""
+        for side in (left, right):
+            library.refuse_result_of_collective(self, side, node)
+        taint, deps = left.taint | right.taint, left.deps | right.deps
+        if left.is_known and right.is_known and type(op) in _BINARY:
+            try:
+                if not (
+                    isinstance(left.const, (str, tuple, list))
+                    and isinstance(right.const, int)
+                    and right.const > _LONGEST
+                ):
+                    result = Value(const=_BINARY[type(op)](left.const, right.const), taint=taint)
+                    library.keep_facts(result, left, op, right)
+                    return result
+            except Exception:
+                pass
+        if (
+            isinstance(op, ast.Add)
+            and left.kind == right.kind == "list"
+            and left.items is not None
+            and right.items is not None
+        ):
+            return sequence((*left.items, *right.items))
+        if (
+            isinstance(op, ast.Mult)
+            and left.kind == "list"
+            and left.items is not None
+            and isinstance(right.const, int)
+        ):
+            return sequence(left.items * min(right.const, _LONGEST))
+        result = Value(
+            "tensor" if "tensor" in (left.kind, right.kind) else "", taint=taint, deps=deps, node=node
+        )
+        library.keep_facts(result, left, op, right)
+        library.divided_by_devices(self, left, op, right, node)
+        return result
+
+    def _eval_compare(self, node: ast.Compare) -> Value:
+        left = self.eval(node.left)
+        result: Value | None = None
+        for op, part in zip(node.ops, node.comparators, strict=True):
+            right = self.eval(part)
+            value = self._compare(left, op, right)
+            if value.is_known and not value.const:
+                return value
+            result = value if result is None or not value.is_known else result
+            left = right
+        assert result is not None
+        return result
+
+    def _compare(self, left: Value, op: ast.cmpop, right: Value) -> Value:
+        taint = left.taint | right.taint
+        if isinstance(op, (ast.Is, ast.IsNot)):
+            same = library.is_same(left, right)
+            if same is not None:
+                return Value(const=same is isinstance(op, ast.Is), taint=taint)
+            return unknown(taint)
+        if isinstance(op, (ast.In, ast.NotIn)):
+            found = library.contains(right, left)
+            if found is not None:
+                return Value(const=found is isinstance(op, ast.In), taint=taint)
+            result = unknown(taint)
+            if right.kind == "environ":
+                result.attrs["#environ"] = True
+            return result
+        if left.is_known and right.is_known:
+            try:
+                return Value(const=_COMPARE[type(op)](left.const, right.const), taint=taint)
+            except Exception:
+                pass
+        result = unknown(taint)
+        window = left.fact("window") or right.fact("window")
+        if window and isinstance(op, (ast.Eq, ast.NotEq)):
+            result.attrs["#window"] = window
+        return result
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp) -> Value:
+        sources = []
+        count: int | None = 1
+        values: list[Value] = []
+        for i, generator in enumerate(node.generators):
+            source = self.eval(generator.iter)
+            sources.append(source)
+            items = library.known_items(source)
+            length = len(items) if items is not None else library.known_length(source)
+            count = count * length if count is not None and length is not None and not generator.ifs else None
+            if i == 0 and len(node.generators) == 1 and items is not None and len(items) <= 16:
+                kept = self._each(node, generator, items)
+                if kept is not None:
+                    result = sequence(kept)
+                    library.inherit(result, sources)
+                    return result
+            self.assign(generator.target, library.iterate(self, source, generator.iter, quietly=True))
+            for test in generator.ifs:
+                self.eval(test)
+        if isinstance(node, ast.DictComp):
+            values = [self.eval(node.key), self.eval(node.value)]
+        else:
+            values = [self.eval(node.elt)]
+        kind = "dict" if isinstance(node, ast.DictComp) else "list"
+        deps = deps_of((*values, *sources))
+        result = Value(
+            kind, taint=mix([*values, *sources]), deps=deps, node=node, attrs={"#element": values[-1]}
+        )
+        if count is not None and count <= _LONGEST and kind == "list":
+            result.attrs["#items"] = tuple(values * count)
+        library.inherit(result, sources)
+        return result
+
+    def _each(self, node: Any, generator: ast.comprehension, items: tuple[Value, ...]) -> list[Value] | None:
+        """Return the elements of a short comprehension, or None if a condition is not known."""
+        if isinstance(node, ast.DictComp):
+            return None
+        kept = []
+        for item in items:
+            self.assign(generator.target, item)
+            truths = [self.truth(self.eval(test)) for test in generator.ifs]
+            if None in truths:
+                return None
+            if all(truths):
+                kept.append(self.eval(node.elt))
+        return kept
+
+    _eval_listcomp = _eval_generatorexp = _eval_setcomp = _eval_dictcomp = _comprehension
+
+    def element(self, value: Value, index: int) -> Value:
+        """Return an element of what is unpacked or iterated."""
+        items = value.items
+        if items is not None and index < len(items):
+            return items[index]
+        element: Value | None = value.fact("element")
+        if element is not None:
+            return element
+        if value.kind == "union":
+            found = [self.element(one, index) for one in value.ref]
+            result = found[0]
+            for other in found[1:]:
+                result = join(result, other)
+            return result
+        kind = "tensor" if value.kind == "tensor" else ""
+        result = Value(
+            kind, taint=value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN, deps=value.deps
+        )
+        library.inherit(result, [value])
+        return result
+
+    def _eval_call(self, node: ast.Call) -> Value:
+        owner: Value | None = None
+        if isinstance(node.func, ast.Attribute):
+            owner = self.eval(node.func.value)
+            if owner.kind == "lib":
+                callee, owner = library.get_attribute(self, owner, node.func.attr, node.func), None
+            else:
+                callee = owner
+        else:
+            callee = self.eval(node.func)
+        args = [self.eval(arg) for arg in node.args]
+        args = [
+            one
+            for arg in args
+            for one in (arg.ref.items if arg.kind == "*" and arg.ref.items is not None else [arg])
+        ]
+        kwargs: dict[str, Value] = {}
+        for keyword in node.keywords:
+            value = self.eval(keyword.value)
+            if keyword.arg is not None:
+                kwargs[keyword.arg] = value
+            elif value.fact("entries") is not None:
+                kwargs.update(value.fact("entries"))
+            elif value.kind != "dict" or value.fact("values") is None or value.fact("values"):
+                kwargs["**"] = value
+        if owner is not None:
+            assert isinstance(node.func, ast.Attribute)
+            return library.call_method(self, owner, node.func.attr, args, kwargs, node)
+        return library.call(self, callee, args, kwargs, node)
+
+
+def unknown_bool(seen: list[Value], last: Value, stops: bool) -> Value:
+    """Return `a or True` of an unknown `a`."""
+    if stops is bool(last.const if last.is_known else True) and last.is_known:
+        return (
+            Value(const=last.const, taint=mix([*seen, last]))
+            if isinstance(last.const, bool)
+            else unknown(mix([*seen, last]))
+        )
+    return unknown(mix([*seen, last]) if last.const is not UNKNOWN else Taint.UNKNOWN)

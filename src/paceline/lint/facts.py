@@ -1,0 +1,274 @@
+"""What is known about objects of a script: lengths, members, who has them, how ranks split them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+
+if TYPE_CHECKING:
+    from paceline.lint.evaluation import Evaluator
+
+_INHERITED = ("uneven", "split", "even")
+_OBJECTS = {
+    "loader",
+    "sampler",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "model",
+    "ddp",
+    "fsdp",
+    "dataset",
+    "instance",
+}
+_MOST_JOINED = 8
+_MOST_ITEMS = 64
+
+
+def make(run: Evaluator, kind: str, node: ast.AST, values: Iterable[Value] = (), **facts: Any) -> Value:
+    """Return a new object of a library."""
+    values = list(values)
+    deps = deps_of(values)
+    deps |= {value for value in values if value.kind in ("model", "ddp", "fsdp", "loader")}
+    value = Value(
+        kind,
+        taint=mix(values),
+        deps=deps,
+        node=node,
+        attrs={f"#{name}": fact for name, fact in facts.items()},
+    )
+    value.loops = run.loops
+    inherit(value, values)
+    return value
+
+
+def inherit(value: Value, sources: Iterable[Value]) -> None:
+    """Pass on how ranks split the data that a value is made of."""
+    for source in sources:
+        for one in source.alternatives():
+            for name in _INHERITED:
+                if one.fact(name):
+                    value.attrs["#" + name] = one.fact(name)
+            if one.kind in ("dataset", "instance"):
+                for part in one.attrs.values():
+                    if (
+                        isinstance(part, Value)
+                        and part.kind in ("list", "range", "dataset")
+                        and part.fact("uneven")
+                    ):
+                        value.attrs["#uneven"] = True
+    if value.fact("uneven"):
+        value.attrs.pop("#even", None)
+
+
+def escape(run: Evaluator, values: Iterable[Value], depth: int = 0) -> None:
+    """Record that code which was not read has got values, and may do anything with them."""
+    for value in values:
+        for one in value.alternatives():
+            if one.kind in ("*", "enumerate", "iterator", "progress"):
+                escape(run, [one.ref], depth)
+            if one.kind in _OBJECTS or one.kind in ("list", "tuple", "dict", "", "tensor", "state"):
+                if one.kind in _OBJECTS or one.kind == "":
+                    run.set(one.attrs, "#escaped", True)
+                if depth < 2:
+                    inner = [part for part in one.attrs.values() if isinstance(part, Value)]
+                    inner += [*(one.items or ()), *(one.fact("entries") or {}).values()]
+                    escape(run, inner, depth + 1)
+            if one.kind in ("", "tensor") and one.deps:
+                escape(run, [dep for dep in one.deps if dep.kind == "loader"], depth + 1)
+
+
+def known_items(value: Value) -> tuple[Value, ...] | None:
+    """Return the elements that a loop gets, where few enough are known."""
+    if value.kind == "range":
+        numbers = _range_of(value)
+        if numbers is not None and len(numbers) <= _MOST_ITEMS:
+            return tuple(Value(const=number, taint=value.taint) for number in numbers)
+        return None
+    if value.is_known and isinstance(value.const, (str, tuple, list)) and len(value.const) <= _MOST_ITEMS:
+        return tuple(constant(one, value.taint) for one in value.const)
+    return value.items
+
+
+def _range_of(value: Value) -> range | None:
+    parts = [part.const for part in value.ref if part.is_known]
+    if len(parts) == len(value.ref) and all(isinstance(part, int) for part in parts):
+        try:
+            return range(*parts)
+        except (ValueError, TypeError):
+            return None
+    return None
+
+
+def known_length(value: Value) -> int | None:
+    """Return how many elements it has."""
+    if value.kind == "range":
+        numbers = _range_of(value)
+        return len(numbers) if numbers is not None else None
+    if value.kind in ("enumerate", "progress"):
+        return known_length(value.ref)
+    items = known_items(value)
+    return len(items) if items is not None else None
+
+
+def is_same(a: Value, b: Value) -> bool | None:
+    """Return whether two values are the same object, or None if that is not known."""
+    if a.kind == "union" or b.kind == "union":
+        return None
+    if a.is_known and b.is_known:
+        return a.const is b.const or (a.const == b.const and isinstance(a.const, (bool, int, str)))
+    for one, other in ((a, b), (b, a)):
+        if one.is_known and one.const is None:
+            return (
+                False if other.kind not in ("", "tensor") or (other.kind == "tensor" and other.node) else None
+            )
+    if a.kind == b.kind == "lib":
+        return bool(a.ref == b.ref)
+    return None
+
+
+def contains(box: Value, one: Value) -> bool | None:
+    """Return whether a container has an element, or None if that is not known."""
+    if not one.is_known:
+        return None
+    if box.is_known:
+        try:
+            return one.const in box.const
+        except TypeError:
+            return None
+    if box.kind == "environ":  # of a launcher
+        return True if one.const in ("RANK", "WORLD_SIZE", "LOCAL_RANK") else None
+    if box.kind == "range":
+        numbers = _range_of(box)
+        return one.const in numbers if numbers is not None else None
+    if box.kind == "dict" and box.fact("entries") is not None:
+        return str(one.const) in box.fact("entries")
+    items = box.items
+    if items is not None and all(item.is_known for item in items):
+        return any(item.const == one.const for item in items)
+    return None
+
+
+def keep_facts(result: Value, left: Value, op: ast.operator, right: Value) -> None:
+    """Pass on what an operator leaves true."""
+    if isinstance(op, ast.Mod) and not result.is_known:
+        size = right.const if right.is_known else right.fact("default")
+        result.attrs["#window"] = size if isinstance(size, int) else "?"
+    if isinstance(op, ast.FloorDiv) and right.fact("world"):
+        result.attrs["#per_rank"] = True
+    if isinstance(op, ast.Mult) and (
+        (left.fact("per_rank") and right.fact("world")) or (right.fact("per_rank") and left.fact("world"))
+    ):
+        result.attrs["#even"] = True
+    if isinstance(op, ast.Sub) and left.fact("length") and not result.is_known:
+        result.attrs["#even"] = "world" in str(right.fact("window") or "")
+    if isinstance(op, (ast.Add, ast.Sub)) and left.fact("window") and right.is_known and not result.is_known:
+        result.attrs["#window"] = left.fact("window")
+    if isinstance(op, ast.Add) and result.kind in ("", "tensor"):
+        means = [side.fact("mean") for side in (left, right)]
+        if all(mean or side.is_known for mean, side in zip(means, (left, right), strict=True)) and any(means):
+            result.attrs["#mean"] = True
+    if left.kind == "tensor" and left.fact("reduced"):
+        result.attrs["#reduced"] = True
+
+
+def take_slice(run: Evaluator, value: Value, part: Value) -> Value:
+    """Return a slice of a sequence, with how ranks split it."""
+    lower, upper, step = part.ref
+    items = known_items(value)
+    bounds: list[Any] = [one.const if one.is_known else ... for one in (lower, upper, step)]
+    kind = "range" if value.kind == "range" else value.kind if value.kind in ("tuple", "tensor") else "list"
+    by_step = Taint.RANK in lower.taint and (
+        step.fact("world") or (step.is_known and step.const == run.place.world)
+    )
+    by_block = Taint.RANK in lower.taint and Taint.RANK in upper.taint
+    if items is not None and ... not in bounds:
+        result = sequence(items[slice(*bounds)], "tuple" if kind == "tuple" else "list")
+        result.start_taint |= part.taint
+        uneven = by_step and len(items) % run.place.world != 0
+    else:
+        result = Value(kind if kind != "range" else "list", taint=value.taint | part.taint, deps=value.deps)
+        element = value.fact("element")
+        if element is not None:
+            result.attrs["#element"] = element
+        uneven = by_step and not value.fact("even") and value.kind != "tensor"
+    inherit(result, [value])
+    if by_step or by_block:
+        result.attrs["#split"] = True
+    if uneven:
+        result.attrs["#uneven"] = True
+    if upper.fact("even"):
+        result.attrs["#even"] = True
+    return result
+
+
+def buffers_of(model: Value) -> bool | None:
+    """Return whether a module has buffers, or None if that is not known."""
+    if model.kind in ("ddp", "fsdp", "dp"):
+        return buffers_of(model.attrs["module"])
+    if model.kind != "model":
+        return None
+    known: bool | None = model.fact("buffers")
+    if known or model.ref is None or isinstance(model.ref, str):
+        return known
+    for one in model.ref.lineage():
+        if any(isinstance(n, ast.Attribute) and n.attr == "register_buffer" for n in ast.walk(one.node)):
+            return True
+    if any(name not in ("torch.nn.Module", "nn.Module") for name in model.ref.library_bases()):
+        return None
+    found = [
+        buffers_of(part) for part in model.attrs.values() if isinstance(part, Value) and part.kind == "model"
+    ]
+    if True in found:
+        return True
+    opaque = any(isinstance(part, Value) and part.is_opaque for part in model.attrs.values())
+    return None if None in found or opaque else False
+
+
+def join_items(items: Iterable[Value]) -> Value:
+    """Return any one of some values."""
+    items = list(items)
+    if not items:
+        return unknown(Taint.NONE)
+    if len(items) > _MOST_JOINED:
+        return unknown(mix(items), deps_of(items))
+    result = items[0]
+    for other in items[1:]:
+        result = join(result, other)
+    if len(items) == 1 and not result.kind:  # of a list that may have more
+        return result
+    return result
+
+
+@dataclass
+class KnownCall:
+    """A call of something that the linter knows: a function of a library, or a method of `owner`."""
+
+    run: Any
+    args: list[Value]
+    kwargs: dict[str, Value]
+    node: ast.AST
+    name: str
+    owner: Any = None
+
+    def pick(self, index: int, name: str) -> Value | None:
+        """Return an argument by position or name."""
+        if any(arg.kind == "*" for arg in self.args[: index + 1]):
+            return unknown()
+        if 0 <= index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name) if name in self.kwargs or "**" not in self.kwargs else unknown()
+
+    @property
+    def values(self) -> list[Value]:
+        """All arguments."""
+        return [*self.args, *self.kwargs.values()]
+
+
+def deps_of(values: Iterable[Value]) -> frozenset[Value]:
+    """Return the models, loaders and parameters that went into values."""
+    return frozenset[Value]().union(*(value.deps for value in values))

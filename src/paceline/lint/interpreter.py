@@ -1,0 +1,596 @@
+"""Runs a script abstractly as one witness.
+
+What follows from the rank is computed. A branch on anything else is walked both ways, a loop is walked once.
+Calls into the file and the modules beside it are followed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.lint import library
+from paceline.lint.evaluation import Evaluator, GaveUp
+from paceline.lint.facts import deps_of
+from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
+from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, join, sequence, unknown
+
+_MOST_STEPS = 60_000
+_MOST_CALLS = 14
+_MOST_UNROLLED = 16
+_MOST_MODULES = 30
+NEXT = frozenset({"next"})
+
+
+class Interpreter(Evaluator):
+    """One witness.
+
+    Args:
+        place: where it runs.
+        load: gives the parsed file of a path, or None.
+    """
+
+    def __init__(self, place: WitnessPlace, load: Callable[[Path], Module | None]) -> None:
+        super().__init__(place)
+        self.load = load
+        self.steps = 0
+        self.depth = 0
+        self.num_quiet = 0
+        self.modules: dict[str, Module] = {}
+        self.visited: set[int] = set()
+        self.trail: list[tuple[dict[str, Any], str, Any]] = []
+        self.trace: list[Item] = []
+        self.out = self.trace
+        self.loops: tuple[int, ...] = ()
+        self.conditions: list[Taint] = []
+        self.active: list[int] = []
+        self.entry = ""
+        self.environ = Value("environ")
+        self.reads: set[str] = set()
+        self.num_forks = 0
+
+    # What changes, and can be undone.
+
+    def set(self, table: dict[str, Any], key: str, value: Any) -> None:
+        """Change an entry of a table of names or attributes."""
+        self.trail.append((table, key, table.get(key, UNKNOWN)))
+        table[key] = value
+
+    def _undo(self, mark: int) -> list[tuple[dict[str, Any], str, Any]]:
+        """Undo all changes since a mark; return the last value of each."""
+        last: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        while len(self.trail) > mark:
+            table, key, old = self.trail.pop()
+            last.setdefault((id(table), key), (table, key, table.get(key, UNKNOWN)))
+            if old is UNKNOWN:
+                table.pop(key, None)
+            else:
+                table[key] = old
+        return list(last.values())
+
+    def _merge(
+        self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: Taint, *, stays: bool
+    ) -> None:
+        """Join the changes of several arms with what was before, if a path without changes remains."""
+        tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
+        found = [{(id(table), key): value for table, key, value in side} for side in sides]
+        for place, (table, key) in tables.items():
+            base = table.get(key, UNKNOWN)
+            values = [side.get(place, base) for side in found] + ([base] if stays else [])
+            self.set(table, key, join_all(key, values, by))
+
+    # Events.
+
+    def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
+        """Record an event."""
+        event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
+        self.out.append(event)
+        return event
+
+    @contextmanager
+    def _into(self, items: list[Item]) -> Iterator[None]:
+        before, self.out = self.out, items
+        try:
+            yield
+        finally:
+            self.out = before
+
+    def tick(self) -> None:
+        """Count a step, and give up after very many."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise GaveUp
+
+    # Modules.
+
+    def run_module(self, module: Module, *, is_main: bool) -> None:
+        """Run a file."""
+        self.modules[module.path] = module
+        module.names["__name__"] = constant("__main__" if is_main else Path(module.path).stem)
+        module.names["__file__"] = constant(module.path)
+        frame = ScriptFrame(module.names, module)
+        before, self.frame = getattr(self, "frame", frame), frame
+        try:
+            self.execute(module.tree.body)
+        finally:
+            self.frame = before
+
+    def module_frame(self, module: Module) -> ScriptFrame:
+        """Return a frame at the top of a module."""
+        return ScriptFrame(module.names, module)
+
+    def environ_guard(self) -> bool:
+        """Return whether what runs now depends on something that is not known."""
+        return self.num_forks > 0
+
+    def find_module(self, name: str, level: int) -> Module | None:
+        """Return the module beside the script that an import means."""
+        folder = Path(self.frame.module.path).parent
+        for _ in range(level - 1):
+            folder = folder.parent
+        roots = [folder] if level else [folder, Path(self.entry).parent]
+        for root in roots:
+            path = root.joinpath(*name.split(".")) if name else root
+            for file in (path.with_suffix(".py") if name else path / "__init__.py", path / "__init__.py"):
+                if str(file) in self.modules:
+                    return self.modules[str(file)]
+                if len(self.modules) < _MOST_MODULES and (module := self.load(file)) is not None:
+                    fresh = Module(module.path, module.tree, module.text)
+                    self.run_module(fresh, is_main=False)
+                    return fresh
+        return None
+
+    # Statements.
+
+    def execute(self, body: Iterable[ast.stmt]) -> frozenset[str]:
+        """Run statements; return the ways in which they may end: next, return, break, continue, raise."""
+        ends: frozenset[str] = frozenset()
+        for statement in body:
+            self.tick()
+            method = getattr(self, "_run_" + type(statement).__name__.lower(), None)
+            found: frozenset[str] | None = method(statement) if method is not None else None
+            if found is None:
+                continue
+            ends |= found - NEXT
+            if "next" not in found:
+                return ends
+        return ends | NEXT
+
+    def _run_expr(self, node: ast.Expr) -> frozenset[str] | None:
+        value = self.eval(node.value)
+        return frozenset({"raise"}) if value.kind == "never" else None
+
+    def _run_assign(self, node: ast.Assign) -> None:
+        value = self.eval(node.value)
+        for target in node.targets:
+            self.assign(target, value)
+
+    def _run_annassign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.eval(node.value))
+
+    def _run_augassign(self, node: ast.AugAssign) -> None:
+        load: Any = ast.copy_location(ast.BinOp(as_load(node.target), node.op, node.value), node)
+        before = self.eval(load.left)
+        value = self.binary(before, node.op, self.eval(node.value), node)
+        if before.kind == "tensor":  # in place: it stays the same object
+            self.set(before.attrs, "#taint", value.taint)
+            if not value.deps <= before.deps:
+                self.assign(node.target, value)
+            self.wrote_gradient(node.target)
+            return
+        self.assign(node.target, value)
+
+    def wrote_gradient(self, target: ast.AST) -> None:
+        """Record that a gradient is written: it may be cleared, scaled or exchanged by hand."""
+        for part in ast.walk(target):
+            if isinstance(part, ast.Attribute) and part.attr in ("grad", "main_grad"):
+                self.emit("grad", target)
+
+    def assign(self, target: ast.AST, value: Value) -> None:
+        """Bind a target to a value."""
+        if isinstance(target, ast.Name):
+            self.set(self._table_of(target.id), target.id, value)
+        elif isinstance(target, ast.Attribute):
+            self.wrote_gradient(target)
+            owner = self.eval(target.value)
+            library.set_attribute(self, owner, target.attr, value, target)
+        elif isinstance(target, ast.Subscript):
+            self.wrote_gradient(target)
+            library.set_item(self, self.eval(target.value), self.eval(target.slice), value, target)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, Value("list", taint=value.taint, deps=value.deps))
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            items = value.items
+            known = items is not None and len(items) == len(target.elts)
+            for i, element in enumerate(target.elts):
+                self.assign(element, items[i] if known and items is not None else self.element(value, i))
+
+    def _table_of(self, name: str) -> dict[str, Any]:
+        if name in self.frame.globals:
+            return self.frame.module.names
+        if name in self.frame.nonlocals:
+            outer = self.frame.outer
+            while outer is not None:
+                if name in outer.names:
+                    return outer.names
+                outer = outer.outer
+        return self.frame.names
+
+    def _run_global(self, node: ast.Global) -> None:
+        self.frame.globals.update(node.names)
+
+    def _run_nonlocal(self, node: ast.Nonlocal) -> None:
+        self.frame.nonlocals.update(node.names)
+
+    def _run_delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.set(self._table_of(target.id), target.id, unknown())
+
+    def _run_import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            module = self.find_module(alias.name, 0)
+            if module is not None and "." not in alias.name:
+                value = Value("module", ref=module)
+            else:
+                value = Value("lib", ref=alias.name if alias.asname else alias.name.partition(".")[0])
+            self.set(self.frame.names, alias.asname or alias.name.partition(".")[0], value)
+
+    def _run_importfrom(self, node: ast.ImportFrom) -> None:
+        module = self.find_module(node.module or "", node.level)
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if module is not None:
+                if alias.name == "*":
+                    for key, value in list(module.names.items()):
+                        if not key.startswith("_"):
+                            self.set(self.frame.names, key, value)
+                    continue
+                found = module.names.get(alias.name)
+                if found is None:
+                    sub = self.find_module(
+                        f"{node.module}.{alias.name}" if node.module else alias.name, node.level
+                    )
+                    found = Value("module", ref=sub) if sub is not None else unknown()
+                self.set(self.frame.names, name, found)
+            else:
+                dotted = "." * node.level + (node.module or "")
+                self.set(self.frame.names, name, Value("lib", ref=f"{dotted}.{alias.name}"))
+
+    def _run_functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        value = Value("func", ref=Function(node, self.frame, self.frame.module), node=node)
+        for decorator in reversed(node.decorator_list):
+            value = library.decorate(self, decorator, value)
+        self.set(self._table_of(node.name), node.name, value)
+
+    _run_asyncfunctiondef = _run_functiondef
+
+    def _run_classdef(self, node: ast.ClassDef) -> None:
+        bases = [self.eval(base) for base in node.bases]
+        frame = ScriptFrame({}, self.frame.module, self.frame)
+        frame.is_class = True
+        before, self.frame = self.frame, frame
+        try:
+            self.execute(node.body)
+        finally:
+            self.frame = before
+        value = Value("class", ref=Class(node, frame.names, bases, self.frame.module), node=node)
+        self.set(self._table_of(node.name), node.name, value)
+
+    def _run_return(self, node: ast.Return) -> frozenset[str]:
+        value = self.eval(node.value) if node.value is not None else constant(None)
+        by = self.frame.taint
+        for taint in self.conditions:
+            by |= taint
+        if by and value.is_known:
+            value = Value(const=value.const, taint=value.taint | by)
+        self.frame.returns.append(value)
+        return self._leave("return", node)
+
+    def _leave(self, kind: str, node: ast.AST) -> frozenset[str]:
+        self.out.append(ExitItem(node, self.frame.module.path, kind))
+        return frozenset({kind})
+
+    def _run_break(self, node: ast.Break) -> frozenset[str]:
+        return self._leave("break", node)
+
+    def _run_continue(self, node: ast.Continue) -> frozenset[str]:
+        return self._leave("continue", node)
+
+    def _run_raise(self, node: ast.Raise) -> frozenset[str]:
+        return self._leave("raise", node)
+
+    def _run_assert(self, node: ast.Assert) -> None:
+        self.eval(node.test)
+
+    def _run_if(self, node: ast.If) -> frozenset[str]:
+        condition = self.eval(node.test)
+        truth = self.truth(condition)
+        if truth is not None:
+            return self.execute(node.body if truth else node.orelse)
+        arms = [lambda: self.execute(node.body), lambda: self.execute(node.orelse)]
+        return self.fork(node, condition, arms)
+
+    def fork(
+        self, node: ast.AST, condition: Value, arms: Sequence[Callable[[], frozenset[str]]]
+    ) -> frozenset[str]:
+        """Walk several arms from the same state, and join what they leave."""
+        branch = BranchItem(node, self.frame.module.path, condition.taint, [], condition)
+        by = condition.taint & (Taint.LOCAL | Taint.RANK)
+        self.conditions.append(by)
+        self.num_forks += 1
+        before = self.device_set, self.initialized
+        ends: frozenset[str] = frozenset()
+        sides = []
+        states = []
+        assumed = (True, False) if len(arms) == 2 and not condition.kind else ()
+        for i, arm in enumerate(arms):
+            items: list[Item] = []
+            mark = len(self.trail)
+            self.device_set, self.initialized = before
+            if assumed and condition.is_opaque:
+                self.set(condition.attrs, "#assumed", assumed[i])
+            with self._into(items):
+                found = arm()
+            changes = [change for change in self._undo(mark) if change[1] != "#assumed"]
+            branch.arms.append(items)
+            ends |= found
+            if "next" in found:
+                sides.append(changes)
+                states.append((self.device_set, self.initialized))
+            for kind in found & {"return", "break", "continue"}:
+                self.frame.pending.setdefault(kind, []).append(changes)
+        self.conditions.pop()
+        self.num_forks -= 1
+        if ends - NEXT - {"raise"}:
+            self.frame.taint |= by
+        if states:
+            self.device_set = any(state[0] for state in states)
+            self.initialized = any(state[1] for state in states)
+        if len(sides) == 1:
+            for table, key, value in sides[0]:
+                self.set(table, key, value)
+        else:
+            self._merge(sides, by, stays=False)
+        self.out.append(branch)
+        return ends
+
+    def _run_while(self, node: ast.While) -> frozenset[str]:
+        condition = self.eval(node.test)
+        if self.truth(condition) is False:
+            return self.execute(node.orelse)
+        endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
+        loop = LoopItem(node, self.frame.module.path, Taint.NONE, [])
+
+        def body() -> frozenset[str]:
+            condition = self.eval(node.test)
+            loop.taint = condition.taint
+            return self.execute(node.body)
+
+        return self._loop(loop, body, node.orelse, endless=endless)
+
+    def _run_for(self, node: ast.For | ast.AsyncFor) -> frozenset[str]:
+        source = self.eval(node.iter)
+        items = library.known_items(source)
+        if items is not None and len(items) <= _MOST_UNROLLED and is_worth_unrolling(node):
+            ends: frozenset[str] = NEXT
+            for item in items:
+                self.assign(node.target, item)
+                found = self.execute(node.body)
+                ends |= found - {"break", "continue"}
+                if "next" not in found and "continue" not in found:
+                    return (ends - NEXT) | (NEXT if "break" in found else frozenset())
+            return ends
+        loop = LoopItem(node, self.frame.module.path, Taint.NONE, [])
+        loop.count = len(items) if items is not None else library.known_length(source)
+        loop.is_uneven = bool(source.fact("uneven"))
+        loop.is_joined = self.num_joins > 0
+
+        def body() -> frozenset[str]:
+            inside, self.loops = self.loops, self.loops[:-1]
+            item = library.iterate(self, source, node.iter)
+            self.loops = inside
+            self.assign(node.target, item)
+            return self.execute(node.body)
+
+        return self._loop(loop, body, node.orelse, endless=False)
+
+    _run_asyncfor = _run_for
+
+    def _loop(
+        self, loop: LoopItem, body: Callable[[], frozenset[str]], otherwise: list[ast.stmt], *, endless: bool
+    ) -> frozenset[str]:
+        before = self.loops
+        self.loops = (*before, id(loop.node))
+        if self.num_quiet < 2:  # once for what changes from round to round
+            self.num_quiet += 1
+            mark, saved = len(self.trail), (self.device_set, self.initialized, self.frame.taint)
+            pending, self.frame.pending = self.frame.pending, {}
+            returns = len(self.frame.returns)
+            with self._into([]):
+                body()
+            sides = [self._undo(mark), *self.frame.pending.get("continue", [])]
+            self.frame.pending = pending
+            del self.frame.returns[returns:]
+            self.device_set, self.initialized, self.frame.taint = saved
+            self.num_quiet -= 1
+            self._forget(sides)
+        pending, self.frame.pending = self.frame.pending, {}
+        mark = len(self.trail)
+        with self._into(loop.body):
+            found = body()
+        inner, self.frame.pending = self.frame.pending, pending
+        changes = self._undo(mark)
+        sides = [*([changes] if found & {"next", "continue", "break"} else []), *inner.get("break", [])]
+        sides += inner.get("continue", [])
+        self.frame.pending.setdefault("return", []).extend(inner.get("return", []))
+        for table, key, value in changes:
+            if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
+                self.set(table, key, value)
+        self._merge(sides, Taint.NONE, stays=True)
+        self.loops = before
+        self.out.append(loop)
+        ends = found - {"break", "continue", "next"}
+        if endless and "break" not in found:
+            return ends
+        return ends | self.execute(otherwise)
+
+    def _forget(self, sides: list[list[tuple[dict[str, Any], str, Any]]]) -> None:
+        for side in sides:
+            for table, key, value in side:
+                base = table.get(key, UNKNOWN)
+                if base is UNKNOWN or base is value:
+                    continue
+                if isinstance(value, Value) and isinstance(base, Value):
+                    if key.startswith("#") and not value.kind:
+                        continue
+                    joined = join(base, value)
+                    if not joined.kind and joined.is_known and base.is_known:
+                        joined = unknown(joined.taint)
+                    self.set(table, key, joined)
+                elif key == "#items":
+                    self.set(table, key, None)
+                elif key == "#taint":
+                    self.set(table, key, value)
+
+    def _run_with(self, node: ast.With | ast.AsyncWith) -> frozenset[str]:
+        leave = []
+        for item in node.items:
+            value = self.eval(item.context_expr)
+            leave.append(library.enter(self, value, item.context_expr))
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value.attrs.get("#as", value))
+        ends = self.execute(node.body)
+        for undo in reversed(leave):
+            undo()
+        return ends
+
+    _run_asyncwith = _run_with
+
+    def _run_try(self, node: ast.Try) -> frozenset[str]:
+        items: list[Item] = []
+        with self._into(items):
+            ends = self.execute(node.body)
+            if "next" in ends:
+                ends = (ends - NEXT) | self.execute(node.orelse)
+        guarded = BranchItem(node, self.frame.module.path, Taint.NONE, [items])
+        self.out.append(guarded)
+        handled: list[tuple[ast.ExceptHandler, list[Item], frozenset[str]]] = []
+        for handler in node.handlers:
+            mark, arm = len(self.trail), list[Item]()
+            if handler.name:
+                self.assign(ast.Name(handler.name), unknown(Taint.UNKNOWN | Taint.LOCAL))
+            with self._into(arm):
+                found = self.execute(handler.body)
+            handled.append((handler, arm, found))
+            changes = self._undo(mark)
+            if "next" in found:
+                self._merge([changes], Taint.NONE, stays=True)
+                if "next" not in ends and not any(isinstance(item, ExitItem) for item in items):
+                    ends |= NEXT
+        self.emit("try", node, handlers=handled, body=items, is_retried=bool(self.loops))
+        return (ends - {"raise"} if handled else ends) | self.execute(node.finalbody) - NEXT
+
+    _run_trystar = _run_try
+
+    def _run_match(self, node: ast.Match) -> frozenset[str]:
+        subject = self.eval(node.subject)
+        arms = [(lambda case=case: self.execute(case.body)) for case in node.cases]
+        return self.fork(node, subject, [*arms, lambda: NEXT])
+
+    # Calls of functions of the script.
+
+    def call_function(
+        self,
+        value: Value,
+        args: Sequence[Value],
+        kwargs: dict[str, Value],
+        node: ast.AST,
+        owner: Value | None = None,
+    ) -> Value:
+        """Follow a call."""
+        function: Function = value.ref
+        definition = function.node
+        if self.depth > _MOST_CALLS or id(definition) in self.active:
+            return unknown(deps=deps_of(args))
+        self.tick()
+        self.visited.add(id(definition))
+        frame = ScriptFrame({}, function.module, function.frame)
+        if isinstance(definition, ast.Lambda):
+            arguments, body = definition.args, None
+        else:
+            assert isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef))
+            arguments, body = definition.args, definition.body
+        owner = owner if owner is not None else value.attrs.get("#self")
+        self._bind(frame, arguments, [owner, *args] if owner is not None else list(args), kwargs)
+        before = self.frame, self.conditions
+        self.frame, self.conditions = frame, []
+        self.depth += 1
+        self.active.append(id(definition))
+        items: list[Item] = []
+        try:
+            with self._into(items):
+                if body is None:
+                    assert isinstance(definition, ast.Lambda)
+                    frame.returns.append(self.eval(definition.body))
+                    ends = frozenset({"return"})
+                else:
+                    ends = self.execute(body)
+        finally:
+            self.frame, self.conditions = before
+            self.depth -= 1
+            self.active.pop()
+        self._merge(frame.pending.get("return", []), frame.taint, stays=True)
+        self.out.append(CallItem(node, self.frame.module.path, items))
+        if ends == {"raise"}:
+            return Value("never")
+        if "#yields" in frame.names:
+            return Value(
+                "list", taint=frame.names["#yields"].taint, attrs={"#element": frame.names["#yields"]}
+            )
+        if "next" in ends and body is not None:
+            frame.returns.append(Value(const=None, taint=frame.taint))
+        result = frame.returns[0] if frame.returns else constant(None)
+        for other in frame.returns[1:]:
+            result = join(result, other, frame.taint)
+        return result
+
+    def _bind(
+        self, frame: ScriptFrame, args: ast.arguments, given: list[Value], kwargs: dict[str, Value]
+    ) -> None:
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+        before = self.frame
+        if frame.outer is not None:
+            self.frame = frame.outer
+        defaults = [self.eval(default) for default in args.defaults]
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+            if default is not None:
+                frame.names[arg.arg] = self.eval(default)
+        self.frame = before
+        for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True):
+            frame.names[name] = value
+        spread = next((i for i, value in enumerate(given) if value.kind == "*"), len(given))
+        for name, value in zip(names, given[:spread], strict=False):
+            frame.names[name] = value
+        for name in names:
+            if spread < len(given) or name not in frame.names:
+                frame.names.setdefault(name, unknown())
+        if args.vararg is not None:
+            rest = given[len(names) :]
+            frame.names[args.vararg.arg] = sequence(rest, "tuple") if spread == len(given) else Value("tuple")
+        known = {*names, *(arg.arg for arg in args.kwonlyargs)}
+        extra = {}
+        for name, value in kwargs.items():
+            if name in known:
+                frame.names[name] = value
+            else:
+                extra[name] = value
+        for arg in args.kwonlyargs:
+            frame.names.setdefault(arg.arg, unknown())
+        if args.kwarg is not None:
+            frame.names[args.kwarg.arg] = Value("dict", attrs={"#entries": extra}, taint=Taint.NONE)

@@ -1,0 +1,445 @@
+"""Attributes, elements and calls of the objects that a script works with."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from paceline.lint import calls, methods
+from paceline.lint.facts import (
+    contains,
+    deps_of,
+    escape,
+    inherit,
+    is_same,
+    join_items,
+    keep_facts,
+    known_items,
+    known_length,
+    make,
+    take_slice,
+)
+from paceline.lint.names import canonical
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+
+if TYPE_CHECKING:
+    from paceline.lint.interpreter import Interpreter as Run
+
+__all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
+
+_NEXT = frozenset({"next"})
+_MOST_UNREAD = 1
+
+
+def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) -> Value:
+    """Do something with each alternative, as arms of an unknown branch; return any of the results."""
+    found: list[Value] = []
+
+    def arm(one: Value) -> Callable[[], frozenset[str]]:
+        def run_arm() -> frozenset[str]:
+            found.append(do(one))
+            return _NEXT
+
+        return run_arm
+
+    run.fork(node, unknown(), [arm(one) for one in value.ref if not (one.is_known and one.const is None)])
+    return join_items(found) if found else unknown()
+
+
+def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
+    """Return an attribute."""
+    refuse_result_of_collective(run, owner, node)
+    if owner.kind == "lib":
+        return calls.attribute_of_library(run, f"{owner.ref}.{name}")
+    if owner.kind == "module":
+        found: Value | None = owner.ref.names.get(name)
+        return found if found is not None else unknown()
+    if owner.kind == "union":
+        return join_items(
+            [
+                get_attribute(run, one, name, node)
+                for one in owner.ref
+                if not (one.is_known and one.const is None)
+            ]
+        )
+    if name in owner.attrs:
+        value: Value = owner.attrs[name]
+        return value
+    special = methods.attribute(run, owner, name, node)
+    if special is not None:
+        return special
+    if (
+        owner.kind in ("instance", "model", "dataset")
+        and owner.ref is not None
+        and not isinstance(owner.ref, str)
+    ):
+        member: Value | None = owner.ref.find(name)
+        if member is not None:
+            if member.kind == "func" and member.fact("property"):
+                return run.call_function(member, [], {}, node, owner=owner)  # type: ignore[no-any-return]
+            if member.kind == "func":
+                bound = Value("func", ref=member.ref, node=member.node, attrs=dict(member.attrs))
+                if not member.fact("static"):
+                    bound.attrs["#self"] = owner
+                return bound
+            return member
+    if owner.kind == "class":
+        member = owner.ref.find(name)
+        if member is not None:
+            return member
+    # Whatever it is: the same object each time.
+    taint = owner.taint
+    if owner.fact("escaped") or owner.kind in ("instance", "class", "func"):
+        taint |= Taint.UNKNOWN
+    value = unknown(taint, owner.deps)
+    if owner.kind in ("model", "ddp", "fsdp"):
+        value.deps = owner.deps | {owner}
+    defaults = owner.fact("defaults")
+    if defaults is not None and name in defaults:
+        value.attrs["#default"] = defaults[name]
+    if name in ("grad", "data"):
+        value.kind = "tensor"
+    owner.attrs[name] = value
+    return value
+
+
+def set_attribute(run: Any, owner: Value, name: str, value: Value, node: ast.AST) -> None:
+    """Set an attribute."""
+    for one in owner.alternatives():
+        if one.kind == "module":
+            run.set(one.ref.names, name, value)
+            continue
+        if name == "grad":
+            run.emit("clear", node, target=one)
+        if name == "requires_grad":
+            run.emit("requires_grad", node, target=one, value=value)
+        if name in ("require_backward_grad_sync", "require_forward_param_sync"):
+            run.set(one.attrs, "#own_sync", True)
+        if one.kind in ("lib",) and one.ref.startswith("torch."):
+            continue
+        run.set(one.attrs, name, value)
+
+
+def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) -> None:
+    """Set an element."""
+    for one in owner.alternatives():
+        if one.kind == "environ":
+            if key.is_known:
+                run.emit("setenv", node, key=key.const, value=value, guard=run.environ_guard())
+                run.set(one.attrs, str(key.const), value)
+                if key.const == "CUDA_VISIBLE_DEVICES":
+                    run.device_set = True
+            continue
+        entries = one.fact("entries")
+        if entries is not None and key.is_known:
+            run.set(one.attrs, "#entries", {**entries, str(key.const): value})
+        elif one.kind in ("list", "dict"):
+            run.set(one.attrs, "#items", None)
+            run.set(
+                one.attrs,
+                "#element",
+                value if one.fact("element") is None else join(one.fact("element"), value),
+            )
+            if one.kind == "dict":
+                run.set(one.attrs, "#entries", None)
+        taint = one.taint | value.taint | (key.taint & ~Taint.UNKNOWN)
+        for by in run.conditions:
+            taint |= by
+        if taint != one.taint:
+            run.set(one.attrs, "#taint", taint)
+
+
+def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
+    """Return an element."""
+    refuse_result_of_collective(run, owner, node)
+    if owner.kind == "union":
+        return join_items(
+            [get_item(run, one, key, node) for one in owner.ref if not (one.is_known and one.const is None)]
+        )
+    if owner.kind == "environ":
+        return methods.read_environment(run, owner, key, None)
+    if key.kind == "slice":
+        return take_slice(run, owner, key)
+    if key.is_known:
+        entries = owner.fact("entries")
+        if entries is not None and str(key.const) in entries:
+            value: Value = entries[str(key.const)]
+            return value
+        items = known_items(owner)
+        if items is not None and isinstance(key.const, int) and -len(items) <= key.const < len(items):
+            return items[key.const]
+        if owner.kind == "dict" and owner.is_known and isinstance(owner.const, dict):
+            return constant(owner.const.get(key.const))
+    special = methods.element(run, owner, key, node)
+    if special is not None:
+        return special
+    if owner.kind == "lib":
+        return Value("lib", ref=owner.ref)
+    items = owner.items or tuple((owner.fact("entries") or {}).values())
+    if items and Taint.RANK in key.taint:
+        found = join_items(items)
+        return Value(found.kind, taint=found.taint | key.taint, deps=found.deps) if not found.kind else found
+    element = owner.fact("element")
+    if element is not None and isinstance(element, Value):
+        return element
+    if items:
+        return join_items(items)
+    return Value(
+        "tensor" if owner.kind == "tensor" else "",
+        taint=owner.taint | (key.taint & ~Taint.UNKNOWN),
+        deps=owner.deps,
+    )
+
+
+def iterate(run: Any, source: Value, node: ast.AST, *, quietly: bool = False) -> Value:
+    """Return what a loop over a value gives in a round."""
+    if source.kind == "union":
+        found = [
+            iterate(run, one, node, quietly=quietly)
+            for one in source.ref
+            if not (one.is_known and one.const is None)
+        ]
+        return join_items(found)
+    if source.kind == "enumerate":
+        return sequence((unknown(Taint.NONE), iterate(run, source.ref, node)), "tuple")
+    if source.kind == "zip":
+        return sequence([iterate(run, one, node) for one in source.ref], "tuple")
+    if source.kind in ("progress", "iterator"):
+        return iterate(run, source.ref, node)
+    if source.kind == "loader":
+        run.emit("iterate", node, loader=source)
+        return methods.batch_of(run, source)
+    if source.kind == "range":
+        return unknown(source.taint)
+    if source.kind in ("instance", "dataset") and source.ref is not None and not isinstance(source.ref, str):
+        member = source.ref.find("__iter__")
+        if member is not None and member.kind == "func":
+            return run.element(run.call_function(member, [], {}, node, owner=source), 0)  # type: ignore[no-any-return]
+    items = known_items(source)
+    if items is not None:
+        if all(item.is_known and not item.kind for item in items) and len(items) != 1:
+            return unknown(mix(items) | source.taint)
+        return join_items(items)
+    return run.element(source, 0)  # type: ignore[no-any-return]
+
+
+def decorate(run: Any, decorator: ast.expr, value: Value) -> Value:
+    """Return what a decorator makes of a function."""
+    found = run.eval(decorator)
+    name = canonical(found.ref) if found.kind == "lib" else ""
+    last = name.rpartition(".")[2]
+    if found.kind == "func":
+        return run.call_function(found, [value], {}, decorator)  # type: ignore[no-any-return]
+    if found.kind == "no_grad" or last in ("no_grad", "inference_mode"):
+        value.attrs["#no_grad"] = True
+    elif last in ("property", "cached_property"):
+        value.attrs["#property"] = True
+    elif last == "staticmethod":
+        value.attrs["#static"] = True
+    elif last in ("contextmanager", "asynccontextmanager"):
+        value.attrs["#context"] = True
+    elif "rank_zero" in last or "on_main_process" in last or "main_process_only" in last:
+        value.attrs["#rank_zero"] = True
+    return value
+
+
+def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
+    """Enter a context; return what leaves it."""
+
+    def nothing() -> None:
+        pass
+
+    if value.of_kind("no_sync"):
+        run.no_sync.append(value)
+        return run.no_sync.pop  # type: ignore[no-any-return]
+    if value.kind == "no_grad":
+        run.no_grad += 1
+
+        def leave() -> None:
+            run.no_grad -= 1
+
+        return leave
+    if value.of_kind("join"):
+        run.num_joins += 1
+
+        def unjoin() -> None:
+            run.num_joins -= 1
+
+        return unjoin
+    if value.kind == "device_context":
+        before, run.device_set = run.device_set, True
+
+        def restore() -> None:
+            run.device_set = before
+
+        return restore
+    if value.kind == "instance" and value.ref is not None:
+        first, last = value.ref.find("__enter__"), value.ref.find("__exit__")
+        if first is not None and first.kind == "func":
+            value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
+        if last is not None and last.kind == "func":
+            return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
+    return nothing
+
+
+def refuse_result_of_collective(run: Any, value: Value, node: ast.AST) -> None:
+    """Record that the None which a collective returns is used as a result."""
+    if value.is_known and value.const is None and value.fact("collective"):
+        run.emit("none_used", node, operation=value.fact("collective"))
+
+
+def divided_by_devices(run: Any, left: Value, op: ast.operator, right: Value, node: ast.AST) -> None:
+    """Record that a sum over all ranks is divided by the devices of one node."""
+    if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices"):
+        run.emit("device_count", node, what="divides a sum over all ranks")
+
+
+def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+    """Return a new object of a class of the script."""
+    bases = set(cls.ref.library_bases())
+    lasts = {base.rpartition(".")[2] for base in bases}
+    kind = "instance"
+    if any(base.startswith("nn.") for base in bases):
+        kind = "model"
+    elif lasts & {"Dataset", "IterableDataset", "IterDataPipe", "MapDataPipe"}:
+        kind = "dataset"
+    elif any(base.startswith("optim.") for base in bases):
+        kind = "optimizer"
+    value = make(run, kind, node, [*args, *kwargs.values()])
+    value.ref = cls.ref
+    if kind == "model":
+        value.deps = frozenset()
+    if kind == "dataset":
+        value.attrs["#iterable"] = bool(lasts & {"IterableDataset", "IterDataPipe"})
+    if "?" in bases:
+        value.attrs["#escaped"] = True
+    init = cls.ref.find("__init__")
+    if init is not None and init.kind == "func":
+        run.call_function(init, args, kwargs, node, owner=value)
+    else:
+        for name, field in kwargs.items():
+            value.attrs[name] = field
+        escape(run, [*args, *kwargs.values()])
+    run.emit("made", node, value=value)
+    return value
+
+
+def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+    """Return the result of a call."""
+    if callee.kind == "union":
+        return each(run, callee, node, lambda one: call(run, one, args, kwargs, node))
+    if callee.kind == "func":
+        return _call_script(run, callee, args, kwargs, node)
+    if callee.kind == "class":
+        return instantiate(run, callee, args, kwargs, node)
+    if callee.kind == "bound":
+        return call_method(run, callee.ref[0], callee.ref[1], args, kwargs, node)
+    if callee.kind == "lib":
+        return calls.call_library(run, callee.ref, args, kwargs, node)
+    if callee.kind in ("model", "ddp", "fsdp", "dp"):
+        return methods.forward(run, callee, args, kwargs, node)
+    if callee.kind == "instance" and callee.ref is not None:
+        member = callee.ref.find("__call__")
+        if member is not None and member.kind == "func":
+            return run.call_function(member, args, kwargs, node, owner=callee)  # type: ignore[no-any-return]
+    if callee.kind == "partial":
+        function, first, named = callee.ref
+        return call(run, function, [*first, *args], {**named, **kwargs}, node)
+    if callee.fact("mean_loss"):
+        return Value("tensor", taint=mix(args), deps=deps_of(args), node=node, attrs={"#mean": True})
+    escape(run, [*args, *kwargs.values()])
+    if callee.is_opaque and Taint.UNKNOWN in callee.taint and not callee.deps:
+        run.num_unread_calls += 1
+    # Code that was not read may have made it the same on all ranks.
+    taint = (mix([callee, *args, *kwargs.values()]) & ~Taint.LOCAL) | Taint.UNKNOWN
+    return unknown(taint, deps_of([callee, *args, *kwargs.values()]))
+
+
+def _call_script(
+    run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST
+) -> Value:
+    if callee.fact("rank_zero") and run.place.rank != 0:
+        return constant(None)
+    run.no_grad += bool(callee.fact("no_grad"))
+    try:
+        result: Value = run.call_function(callee, args, kwargs, node)
+    finally:
+        run.no_grad -= bool(callee.fact("no_grad"))
+    if callee.fact("context"):
+        return Value("context", taint=result.taint, attrs={"#as": run.element(result, 0)})
+    return result
+
+
+def call_method(
+    run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
+) -> Value:
+    """Return the result of a call of a method."""
+    refuse_result_of_collective(run, owner, node)
+    if owner.kind == "union":
+        return each(run, owner, node, lambda one: call_method(run, one, name, args, kwargs, node))
+    if owner.kind == "super":
+        return _call_super(run, owner, name, args, kwargs, node)
+    if owner.kind in ("module", "class") or name in owner.attrs:
+        member = get_attribute(run, owner, name, node)
+        if (
+            owner.kind == "class"
+            and member.kind == "func"
+            and member.fact("static") is None
+            and member.ref.node
+        ):
+            decorated = getattr(member.ref.node, "decorator_list", [])
+            if any(getattr(one, "id", "") == "classmethod" for one in decorated):
+                return call(run, member, [owner, *args], kwargs, node)
+        return call(run, member, args, kwargs, node)
+    if (
+        owner.kind in ("instance", "model", "dataset", "optimizer")
+        and owner.ref is not None
+        and not isinstance(owner.ref, str)
+    ):
+        member_or_none = owner.ref.find(name)
+        if member_or_none is not None:
+            member = get_attribute(run, owner, name, node)
+            return call(run, member, args, kwargs, node)
+    result = methods.call(run, owner, name, args, kwargs, node)
+    if result is not None:
+        return result
+    values = [*args, *kwargs.values()]
+    escape(run, values)
+    if name.endswith("_") and not name.startswith("_") and owner.kind in ("", "tensor"):
+        return owner
+    kind = owner.kind if owner.kind == "tensor" else ""
+    taint = mix([owner, *values])
+    if owner.kind not in ("tensor", "list", "dict", "tuple") and not (
+        owner.kind == "" and owner.taint & Taint.LOCAL
+    ):
+        taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
+    value = Value(kind, taint=taint, deps=owner.deps | deps_of(values), node=node)
+    inherit(value, [owner])
+    if name == "mean" and not any(Taint.UNKNOWN in one.taint and not one.kind for one in args):
+        value.attrs["#mean"] = True
+    return value
+
+
+def _call_super(
+    run: Run, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
+) -> Value:
+    me: Value = owner.ref
+    if me.ref is None or isinstance(me.ref, str):
+        return unknown()
+    current = next(
+        (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name)), me.ref
+    )
+    for base in current.bases:
+        if base.kind == "class":
+            member = base.ref.find(name)
+            if member is not None and member.kind == "func":
+                return run.call_function(member, args, kwargs, node, owner=me)
+    if name == "__init__":
+        return constant(None)
+    return methods.call(run, me, name, args, kwargs, node) or unknown()
+
+
+def _is_inside(run: Any, cls: Any, name: str) -> bool:
+    member = cls.names[name]
+    return bool(run.active) and member.kind == "func" and id(member.ref.node) == run.active[-1]

@@ -1,0 +1,575 @@
+"""Methods and attributes of the objects of torch and its neighbours, by what they do to a training."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from paceline.lint.facts import KnownCall, buffers_of, deps_of, escape, inherit, join_items, known_items, make
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+
+_CLEARS = {"zero_grad", "zero_grad_buffer"}
+_MOVES = {
+    "to",
+    "cuda",
+    "cpu",
+    "half",
+    "bfloat16",
+    "float",
+    "double",
+    "train",
+    "eval",
+    "requires_grad_",
+    "apply",
+}
+RANK_WORDS = {
+    "RANK": "rank",
+    "LOCAL_RANK": "local_rank",
+    "WORLD_SIZE": "world",
+    "LOCAL_WORLD_SIZE": "local_world",
+    "GROUP_RANK": "node",
+    "NODE_RANK": "node",
+    "SLURM_PROCID": "rank",
+    "SLURM_LOCALID": "local_rank",
+    "SLURM_NTASKS": "world",
+    "SLURM_NPROCS": "world",
+    "SLURM_NODEID": "node",
+    "SLURM_NNODES": "num_nodes",
+    "OMPI_COMM_WORLD_RANK": "rank",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
+    "OMPI_COMM_WORLD_SIZE": "world",
+    "PMI_RANK": "rank",
+    "PMI_SIZE": "world",
+}
+_OF_ALL = {"world", "local_world", "num_nodes"}
+
+
+def place_value(run: Any, field: str, *, text: bool = False) -> Value:
+    """Return a number of the witness's place."""
+    number = getattr(run.place, field)
+    taint = Taint.NONE if field in _OF_ALL else Taint.RANK
+    value = constant(str(number) if text else number, taint)
+    value.attrs["#" + field] = True
+    return value
+
+
+def read_environment(run: Any, owner: Value, key: Value, default: Value | None) -> Value:
+    """Return a variable of the environment."""
+    if key.is_known and str(key.const) in owner.attrs:
+        value: Value = owner.attrs[str(key.const)]
+        return value
+    if key.is_known and key.const in RANK_WORDS:
+        run.reads.add(key.const)
+        return place_value(run, RANK_WORDS[key.const], text=True)
+    if default is not None and not default.is_known:
+        return unknown(default.taint)
+    if key.is_known and key.const in ("HOSTNAME", "HOST"):
+        return unknown(Taint.RANK)
+    return unknown(Taint.NONE)
+
+
+def batch_of(run: Any, loader: Value) -> Value:
+    """Return a batch of a loader."""
+    sampler, dataset = loader.attrs["sampler"], loader.attrs["dataset"]
+    taint = Taint.UNKNOWN
+    if sampler.fact("distributed") or dataset.taint & (Taint.RANK | Taint.LOCAL) or dataset.fact("split"):
+        taint = Taint.LOCAL
+    value = unknown(taint, {loader} | loader.deps)
+    inherit(value, [loader])
+    return value
+
+
+def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+    """Return the output of a module, and record its forward."""
+    values = [*args, *kwargs.values()]
+    taint = mix(values)
+    deps = deps_of(values) | model.deps | {model}
+    inner = model.attrs.get("module") if model.kind in ("ddp", "fsdp", "dp") else None
+    is_mean = model.kind == "model" and isinstance(model.ref, str) and model.ref.endswith("Loss")
+    if is_mean:
+        value = Value("tensor", taint=taint, deps=deps - {model}, node=node)
+        if model.fact("mean"):
+            value.attrs["#mean"] = True
+        return value
+    if not any(value.kind == "" and value.is_opaque and Taint.UNKNOWN in value.taint for value in values):
+        pass
+    run.emit(
+        "forward",
+        node,
+        model=model,
+        has_grad=run.no_grad == 0,
+        buffers=buffers_of(model)
+        if model.kind == "ddp" and model.fact("broadcast_buffers") is not False
+        else False,
+        is_quiet=is_quiet(run, model),
+        inner=inner,
+    )
+    run.set(model.attrs, "#forward_quiet", is_quiet(run, model))
+    return Value("tensor", taint=taint, deps=deps if run.no_grad == 0 else frozenset(), node=node)
+
+
+def is_quiet(run: Any, model: Value) -> bool | None:
+    """Return whether a wrapped model is in its `no_sync`, or None if that is not known."""
+    found: bool | None = False
+    for context in run.no_sync:
+        for one in context.of_kind("no_sync"):
+            if one.ref is model:
+                found = True if context.kind == "no_sync" else None
+            elif one.ref is None:
+                found = None
+    if model.fact("own_sync"):
+        return None
+    return found
+
+
+def backward(run: Any, loss: Value, node: ast.AST, scaler: Value | None = None) -> None:
+    """Record a backward."""
+    wrapped = [dep for dep in loss.deps if dep.kind in ("ddp", "fsdp")]
+    quiet = {model: is_quiet(run, model) for model in wrapped}
+    run.emit(
+        "backward",
+        node,
+        deps=loss.deps,
+        quiet=quiet,
+        scaler=loss.fact("scaled") or scaler,
+        is_mean=bool(loss.fact("mean")),
+        late=[model for model in wrapped if quiet[model] and model.fact("forward_quiet") is False],
+    )
+
+
+def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
+    """Return an attribute that means something, or None."""
+    if owner.kind in ("ddp", "fsdp"):
+        run.emit("wrapper_attribute", node, wrapper=owner, name=name)
+        return None
+    if owner.kind == "loader" and name == "batch_sampler":
+        return Value("holder", attrs={"sampler": owner.attrs["sampler"]})
+    if owner.kind == "accelerator":
+        fields = {"process_index": "rank", "local_process_index": "local_rank", "num_processes": "world"}
+        if name in fields:
+            return place_value(run, fields[name])
+        if name in ("is_main_process", "is_local_main_process"):
+            number = run.place.rank if name == "is_main_process" else run.place.local_rank
+            return constant(number == 0, Taint.RANK)
+    if owner.kind == "model" and name in ("weight", "bias"):
+        return Value("tensor", deps=owner.deps | {owner}, node=node)
+    if owner.kind in ("tensor", "") and owner.kind == "tensor" and name == "shape":
+        shape = owner.fact("shape")
+        return (
+            sequence((constant(one) for one in shape), "tuple")
+            if shape
+            else unknown(owner.taint & ~Taint.LOCAL)
+        )
+    return None
+
+
+def element(run: Any, owner: Value, key: Value, node: ast.AST) -> Value | None:
+    """Return an element of an object that means something, or None."""
+    if owner.kind in ("model", "ddp", "fsdp"):
+        return unknown(owner.taint, owner.deps | {owner})
+    if owner.kind in ("mesh", "loaded", "state"):
+        return Value(owner.kind, taint=owner.taint, ref=owner.ref, deps=owner.deps, attrs=dict(owner.attrs))
+    return None
+
+
+def call(
+    run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
+) -> Value | None:
+    """Return the result of a method that means something, or None."""
+    if name == "backward" and owner.kind in ("tensor", ""):
+        backward(run, owner, node)
+        return constant(None)
+    if name in _CLEARS:
+        run.emit("clear", node, target=owner)
+        return constant(None)
+    method = _METHODS.get(owner.kind)
+    if method is not None:
+        return method(KnownCall(run, args, kwargs, node, name, owner))
+    if owner.is_known and isinstance(owner.const, str):
+        return _string(owner, name, args, kwargs)
+    if name == "add_argument":
+        _add_argument(owner, args, kwargs)
+        return unknown(Taint.NONE)
+    if name in ("parse_args", "parse_known_args"):
+        values = Value(taint=Taint.NONE, attrs={"#defaults": owner.fact("defaults") or {}})
+        for key in list(owner.fact("defaults") or {}):
+            if key in ("local_rank",):
+                values.attrs[key] = place_value(run, "local_rank")
+        return values if name == "parse_args" else sequence((values, unknown(Taint.NONE)), "tuple")
+    if name == "step" and owner.kind == "" and owner.is_opaque:
+        return None
+    return None
+
+
+def _add_argument(owner: Value, args: list[Value], kwargs: dict[str, Value]) -> None:
+    names = [arg.const for arg in args if arg.is_known and isinstance(arg.const, str)]
+    if names:
+        name = next((one for one in names if one.startswith("--")), names[0])
+        dest = kwargs["dest"].const if "dest" in kwargs else name.lstrip("-").replace("-", "_")
+        default = kwargs.get("default")
+        table = owner.attrs.setdefault("#defaults", {})
+        table[dest] = default.const if default is not None and default.is_known else None
+
+
+def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value | None:
+    values = [*args, *kwargs.values()]
+    if all(value.is_known for value in values) and name in (
+        "format",
+        "join",
+        "lower",
+        "upper",
+        "strip",
+        "startswith",
+        "endswith",
+        "replace",
+    ):
+        try:
+            return Value(
+                const=getattr(owner.const, name)(*(arg.const for arg in args)), taint=mix([owner, *values])
+            )
+        except Exception:
+            return None
+    return unknown(mix([owner, *values]))
+
+
+def _model(c: KnownCall) -> Value | None:
+    owner: Value = c.owner
+    if c.name in ("forward", "__call__"):
+        return forward(c.run, c.owner, c.args, c.kwargs, c.node)
+    if c.name in (
+        "parameters",
+        "named_parameters",
+        "modules",
+        "named_modules",
+        "children",
+        "named_children",
+        "buffers",
+    ):
+        part = unknown(Taint.NONE, c.owner.deps | {c.owner})
+        if c.name.startswith("named"):
+            part = sequence((unknown(Taint.NONE), part), "tuple")
+        return Value("list", deps=c.owner.deps | {c.owner}, attrs={"#element": part})
+    if c.name == "state_dict":
+        if c.owner.kind == "fsdp":
+            c.run.emit("coll", c.node, op="state_dict", via="state", model=c.owner)
+        return Value("state", ref=c.owner, deps=c.owner.deps | {c.owner})
+    if c.name == "load_state_dict":
+        state = c.pick(0, "state_dict")
+        c.run.emit("load_state", c.node, model=c.owner, state=state)
+        return unknown()
+    if c.name == "no_sync":
+        return Value("no_sync", ref=c.owner)
+    if c.name == "join" and c.owner.kind == "ddp":
+        return Value("join")
+    if c.name == "requires_grad_":
+        value = c.args[0] if c.args else c.kwargs.get("requires_grad", constant(True))
+        c.run.emit("requires_grad", c.node, target=c.owner, value=value)
+        return owner
+    if c.name in ("to", "cuda", "cpu"):
+        device = _device_of(c)
+        if device is not None:
+            c.run.set(c.owner.attrs, "#device", device)
+        return owner
+    if c.name in _MOVES:
+        return owner
+    if c.name in (
+        "register_comm_hook",
+        "register_buffer",
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+    ):
+        c.run.set(c.owner.attrs, "#own_sync", True)
+        return constant(None)
+    if c.owner.kind == "model" and isinstance(c.owner.ref, str):
+        return None
+    if c.owner.kind in ("ddp", "fsdp"):
+        c.run.emit("wrapper_attribute", c.node, wrapper=c.owner, name=c.name)
+    if c.name in ("clip_grad_norm_",):
+        c.run.emit("clip", c.node, deps=c.owner.deps | {c.owner})
+        return unknown(Taint.NONE)
+    return None
+
+
+def _device_of(c: KnownCall) -> Any:
+    """Return "cpu", "current" (the device that is set), "own" or "?"; None if it is no device."""
+    if c.name == "cpu":
+        return "cpu"
+    device = c.pick(0, "device")
+    if c.name == "cuda" and (device is None or (device.is_known and device.const is None)):
+        return "current"
+    if device is None or (device.kind == "lib" and device.ref.startswith("torch.")):
+        return None
+    c.run.emit("device", c.node, device=device, limit=c.run.place.local_world)
+    if device.kind == "device":
+        return device.ref
+    return device_word(device)
+
+
+def device_word(device: Value) -> str:
+    """Return "cpu", "current", "own" or "?" for what names a device."""
+    if device.is_known and isinstance(device.const, str):
+        return device.const if device.const == "cpu" else "current" if device.const == "cuda" else "own"
+    return "own" if device.is_known and isinstance(device.const, int) else "?"
+
+
+def _loader(c: KnownCall) -> Value | None:
+    if c.name == "set_epoch":
+        c.run.emit("set_epoch", c.node, target=c.owner)
+        return constant(None)
+    if c.name == "__iter__":
+        c.run.emit("iterate", c.node, loader=c.owner)
+        return Value("list", attrs={"#element": batch_of(c.run, c.owner)})
+    return None
+
+
+def _optimizer(c: KnownCall) -> Value | None:
+    if c.name == "step":
+        closure = c.pick(0, "closure")
+        if closure is not None and closure.kind == "func":
+            c.run.call_function(closure, [], {}, c.node)
+        c.run.emit("step", c.node, target=c.owner, what="optimizer", has_closure=closure is not None)
+        return unknown()
+    if c.name in ("state_dict", "load_state_dict"):
+        return Value("state", ref=c.owner, deps=frozenset()) if c.name == "state_dict" else unknown()
+    if c.name in ("add_param_group",):
+        c.run.set(c.owner.attrs, "#regrouped", True)
+        return constant(None)
+    return None
+
+
+def _scheduler(c: KnownCall) -> Value | None:
+    if c.name == "step":
+        c.run.emit("step", c.node, target=c.owner.ref or c.owner, what="scheduler")
+        return constant(None)
+    if c.name == "get_last_lr":
+        return unknown(Taint.NONE)
+    return None
+
+
+def _scaler(c: KnownCall) -> Value | None:
+    if c.name == "scale" and c.args:
+        loss = c.args[0]
+        attrs = {"#scaled": c.owner}
+        if loss.fact("mean"):
+            attrs["#mean"] = True
+        return Value("tensor", taint=loss.taint, deps=loss.deps, attrs=attrs, node=c.node)
+    if c.name == "step" and c.args:
+        for target in c.args[0].alternatives():
+            c.run.emit("step", c.node, target=target, what="scaler", scaler=c.owner)
+        return unknown()
+    if c.name == "unscale_":
+        c.run.emit("unscale", c.node, scaler=c.owner)
+        return constant(None)
+    if c.name == "update":
+        return constant(None)
+    return unknown()
+
+
+def _list(c: KnownCall) -> Value | None:
+    if c.name in ("append", "extend", "insert", "add") and c.args:
+        value = c.args[-1]
+        if c.name == "extend":
+            items = known_items(value)
+            new = (*c.owner.items, *items) if c.owner.items is not None and items is not None else None
+            value = c.run.element(value, 0)
+        else:
+            new = (*c.owner.items, value) if c.owner.items is not None else None
+        if (
+            c.run.loops != c.owner.loops
+            and c.run.loops
+            and not c.owner.loops
+            and c.run.loops[len(c.owner.loops) :]
+        ):
+            new = None if _is_in_unrolled(c.run, c.owner) is False else new
+        c.run.set(c.owner.attrs, "#items", new)
+        old = c.owner.fact("element")
+        c.run.set(c.owner.attrs, "#element", value if old is None else join(old, value))
+        c.run.set(c.owner.attrs, "#taint", c.owner.taint | value.taint)
+        c.owner.deps = (
+            c.owner.deps
+            | value.deps
+            | ({value} if value.kind in ("model", "ddp", "fsdp", "optimizer") else frozenset())
+        )
+        return constant(None)
+    if c.name in ("clear", "sort", "reverse", "pop", "popleft", "remove", "update", "setdefault"):
+        if c.name not in ("sort", "reverse"):
+            c.run.set(c.owner.attrs, "#items", None)
+        if c.name == "update":
+            c.run.set(c.owner.attrs, "#entries", None)
+        return c.run.element(c.owner, 0)  # type: ignore[no-any-return]
+    if c.owner.kind == "dict":
+        entries = c.owner.fact("entries")
+        if c.name == "get" and c.args and c.args[0].is_known and entries is not None:
+            default = c.args[1] if len(c.args) > 1 else constant(None)
+            found: Value = entries.get(str(c.args[0].const), default)
+            return found
+        if c.name == "items":
+            part = sequence((unknown(Taint.NONE), c.run.element(c.owner, 0)), "tuple")
+            return Value(
+                "list", taint=c.owner.taint, deps=c.owner.deps, attrs={"#element": part, "#origin": c.owner}
+            )
+        if c.name == "values" and entries is not None:
+            return sequence(entries.values())
+    return None
+
+
+def _is_in_unrolled(run: Any, owner: Value) -> bool:
+    return bool(run.loops == owner.loops)
+
+
+def _state(c: KnownCall) -> Value | None:
+    if c.name in ("items", "keys", "values"):
+        return unknown(c.owner.taint)
+    return Value(
+        c.owner.kind, ref=c.owner.ref, taint=c.owner.taint, deps=c.owner.deps, attrs=dict(c.owner.attrs)
+    )
+
+
+def _tensor(c: KnownCall) -> Value | None:
+    owner: Value = c.owner
+    if c.name in ("detach", "contiguous", "flatten", "view", "data_ptr"):
+        if c.name == "detach" and c.owner.deps:
+            return Value("tensor", taint=c.owner.taint, node=c.owner.node, attrs={**c.owner.attrs})
+        return c.owner if c.name != "data_ptr" else unknown()
+    if c.name == "item":
+        value = unknown(c.owner.taint)
+        value.attrs["#number"] = True
+        value.node = c.owner.node
+        return value
+    if c.name == "requires_grad_":
+        c.run.emit("requires_grad", c.node, target=c.owner, value=c.args[0] if c.args else constant(True))
+        return owner
+    if c.name in ("to", "cuda"):
+        _device_of(c)
+        return owner
+    if c.name == "register_post_accumulate_grad_hook" or c.name == "register_hook":
+        c.run.emit("grad", c.node)
+    return None
+
+
+def _environ(c: KnownCall) -> Value | None:
+    if c.name in ("get", "pop") and c.args:
+        return read_environment(c.run, c.owner, c.args[0], c.args[1] if len(c.args) > 1 else constant(None))
+    if c.name == "setdefault":
+        return read_environment(c.run, c.owner, c.args[0], None)
+    return None
+
+
+def _accelerator(c: KnownCall) -> Value | None:
+    if c.name == "prepare":
+        escape(c.run, c.args)
+        ready = [unknown(deps=arg.deps) for arg in c.args]
+        return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
+    collectives = {
+        "wait_for_everyone": "barrier",
+        "gather": "gather",
+        "gather_for_metrics": "gather",
+        "reduce": "reduce",
+    }
+    if c.name in collectives:
+        c.run.emit("coll", c.node, op=f"accelerator.{c.name}", via="framework")
+        return unknown(Taint.NONE)
+    return unknown()
+
+
+def _group(c: KnownCall) -> Value | None:
+    if c.name in ("size", "rank"):
+        members = c.owner.fact("members")
+        if members is not None and c.run.place.rank in members:
+            return (
+                constant(len(members))
+                if c.name == "size"
+                else constant(members.index(c.run.place.rank), Taint.RANK)
+            )
+        return unknown(Taint.RANK if c.name == "rank" else Taint.NONE)
+    return None
+
+
+def _mesh(c: KnownCall) -> Value | None:
+    if c.name in ("get_group", "get_all_groups"):
+        return make(c.run, "group", c.node, members=None)
+    if c.name in ("get_local_rank", "get_rank", "get_coordinate"):
+        return unknown(Taint.RANK)
+    if c.name == "size":
+        return unknown(Taint.NONE)
+    return Value("mesh")
+
+
+def _iterator(c: KnownCall) -> Value | None:
+    return c.owner if c.name in ("set_description", "set_postfix", "update") else None
+
+
+def _generator(c: KnownCall) -> Value | None:
+    owner: Value = c.owner
+    if c.name == "manual_seed":
+        c.run.set(c.owner.attrs, "#seeded", mix(c.args))
+        return owner
+    return None
+
+
+def _holder(c: KnownCall) -> Value | None:
+    if c.name in ("enter_context", "push") and c.args:
+        from paceline.lint import library  # which is built on this file
+
+        library.enter(c.run, Value("union", ref=(c.args[0], unknown())), c.node)
+        return c.args[0].attrs.get("#as", c.args[0])  # type: ignore[no-any-return]
+    return None
+
+
+def _dataset(c: KnownCall) -> Value | None:
+    values = c.values
+    if c.name == "shard":
+        index, count = c.pick(1, "index"), c.pick(0, "num_shards")
+        result = make(c.run, "dataset", c.node, [c.owner, *values])
+        if index is not None and count is not None and Taint.RANK in index.taint:
+            result.attrs["#split"] = True
+        return result
+    if c.name in (
+        "map",
+        "filter",
+        "shuffle",
+        "with_format",
+        "select",
+        "remove_columns",
+        "take",
+        "skip",
+        "batched",
+    ):
+        result = make(c.run, "dataset", c.node, [c.owner, *values])
+        result.attrs["#iterable"] = c.owner.fact("iterable")
+        return result
+    if c.name == "train_test_split":
+        return Value("dict", attrs={"#element": c.owner})
+    return None
+
+
+def _join(c: KnownCall) -> Value | None:
+    return join_items(c.args) if c.name == "wait" and c.args else None
+
+
+_METHODS = {
+    "model": _model,
+    "ddp": _model,
+    "fsdp": _model,
+    "dp": _model,
+    "loader": _loader,
+    "sampler": _loader,
+    "holder": _holder,
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "scaler": _scaler,
+    "list": _list,
+    "dict": _list,
+    "state": _state,
+    "loaded": _state,
+    "tensor": _tensor,
+    "environ": _environ,
+    "accelerator": _accelerator,
+    "group": _group,
+    "mesh": _mesh,
+    "iterator": _iterator,
+    "progress": _iterator,
+    "generator": _generator,
+    "dataset": _dataset,
+    "join": _join,
+}

@@ -1,0 +1,19 @@
+"""The rules of the linter: one function per code, which speaks only if it has proved its case."""
+
+from __future__ import annotations
+
+from paceline.lint.rules import collectives, data, models, places, saving, steps
+from paceline.lint.rules.rule import RULES, Rule, Spot, WitnessTrace
+
+__all__ = [
+    "RULES",
+    "Rule",
+    "Spot",
+    "WitnessTrace",
+    "collectives",
+    "data",
+    "models",
+    "places",
+    "saving",
+    "steps",
+]

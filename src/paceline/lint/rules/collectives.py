@@ -1,0 +1,412 @@
+"""Rules that compare the collectives of the witnesses."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
+from paceline.lint.values import Taint, WitnessPlace
+
+_CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
+_BROAD = {
+    None,
+    "Exception",
+    "BaseException",
+    "RuntimeError",
+    "OutOfMemoryError",
+    "CudaError",
+    "AcceleratorError",
+    "DistBackendError",
+}
+_SIZED = {"all_reduce", "broadcast", "reduce", "all_gather"}
+
+
+@dataclass(eq=False)
+class Token:
+    """A collective, or a loop or branch around some, of a witness."""
+
+    kind: str
+    signature: tuple[Any, ...]
+    event: TraceEvent | None = None
+    loop: LoopItem | None = None
+    parts: list[list[Token]] = field(default_factory=list)
+
+    def leaves(self) -> Iterator[Token]:
+        """Yield the collectives."""
+        if self.event is not None:
+            yield self
+        for part in self.parts:
+            for token in part:
+                yield from token.leaves()
+
+
+def list_tokens(items: Sequence[Item], place: WitnessPlace, other: WitnessPlace | None = None) -> list[Token]:
+    """Return the collectives of a witness in known groups, which have another witness too."""
+    found: list[Token] = []
+    for item in items:
+        if isinstance(item, TraceEvent):
+            found += tokens_of(item, place, other)
+        elif isinstance(item, CallItem):
+            found += list_tokens(item.body, place, other)
+        elif isinstance(item, LoopItem):
+            body = list_tokens(item.body, place, other)
+            if body:
+                found.append(Token("loop", ("loop", id(item.node)), loop=item, parts=[body]))
+        elif isinstance(item, BranchItem):
+            arms = [list_tokens(arm, place, other) for arm in item.arms]
+            if len(arms) == 1 or (
+                _shape(arms[0]) == _shape(arms[-1]) and len({_shape(arm) for arm in arms}) == 1
+            ):
+                found += arms[0]
+            elif any(arms):
+                found.append(Token("branch", ("branch", id(item.node)), parts=arms))
+    return found
+
+
+def _shape(tokens: list[Token]) -> tuple[Any, ...]:
+    return tuple((token.signature, *(_shape(part) for part in token.parts)) for token in tokens)
+
+
+def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None = None) -> Iterator[Token]:
+    if event.kind == "coll":
+        key: Any = "world"
+        group = event.group
+        if group is not None and not (group.is_known and group.const is None):
+            key = group.fact("members") if group.kind == "group" else None
+            if key is None or place.rank not in key or len(key) == 1:
+                return
+            if other is not None and other.rank not in key:
+                return
+            key = "world" if len(key) == place.world else key
+        yield Token("event", (event.op, key), event)
+    elif event.kind == "forward":
+        model = event.model
+        if model.fact("group") is not None:
+            return
+        if (
+            (event.buffers and event.is_quiet is False)
+            or model.kind == "fsdp"
+            or (model.kind == "model" and model.fact("sharded"))
+        ):
+            yield Token("event", ("forward", id(model.node)), event)
+    elif event.kind == "backward":
+        for model, quiet in sorted(event.quiet.items(), key=lambda pair: getattr(pair[0].node, "lineno", 0)):
+            if quiet is False and model.fact("group") is None:
+                yield Token("event", ("backward", id(model.node)), event)
+
+
+def _op(token: Token) -> str:
+    assert token.event is not None
+    return "the wrapped model" if token.signature[0] in ("forward", "backward") else str(token.signature[0])
+
+
+@dataclass(frozen=True)
+class _Difference:
+    code: str
+    node: ast.AST
+    path: str
+    saw: str
+
+
+def _compare(
+    a: list[Token], b: list[Token], places: tuple[WitnessPlace, WitnessPlace]
+) -> Iterator[_Difference]:
+    i = j = 0
+    while i < len(a) or j < len(b):
+        one, other = a[i] if i < len(a) else None, b[j] if j < len(b) else None
+        if one is not None and other is not None and one.signature == other.signature:
+            yield from _compare_same(one, other, places)
+            i, j = i + 1, j + 1
+            continue
+        ops = [{leaf.signature for token in side for leaf in token.leaves()} for side in (a[i:], b[j:])]
+        alone = one is not None and not {leaf.signature for leaf in one.leaves()} & ops[1]
+        other_alone = other is not None and not {leaf.signature for leaf in other.leaves()} & ops[0]
+        if (
+            one is not None
+            and other is not None
+            and one.kind == other.kind == "event"
+            and alone == other_alone
+        ):
+            assert one.event is not None
+            assert other.event is not None
+            saw = (
+                f"rank {places[0].rank} calls {_op(one)} here, while rank {places[1].rank} calls "
+                f"{_op(other)} "
+                f"(line {getattr(other.event.node, 'lineno', 0)})."
+            )
+            if "forward" not in (one.signature[0], other.signature[0]) or alone:
+                yield _Difference("PL002", one.event.node, one.event.path, saw)
+            return
+        if alone and one is not None:
+            yield _missing(one, places[0], places[1])
+            i += 1
+        elif other_alone and other is not None:
+            yield _missing(other, places[1], places[0])
+            j += 1
+        else:
+            return
+
+
+def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> _Difference:
+    leaf = next(token.leaves())
+    assert leaf.event is not None
+    event = leaf.event
+    via = "forward" if event.kind in ("forward", "backward") else event.via or ""
+    saw = f"rank {here.rank} calls {_op(leaf)} here, and rank {there.rank} does not."
+    return _Difference(_CODE_OF[via], event.node, event.path, saw)
+
+
+def _compare_same(
+    one: Token, other: Token, places: tuple[WitnessPlace, WitnessPlace]
+) -> Iterator[_Difference]:
+    if one.loop is not None and other.loop is not None:
+        counts = one.loop.count, other.loop.count
+        if None not in counts and counts[0] != counts[1] and not one.loop.is_joined:
+            saw = (
+                f"this loop has {counts[0]} rounds on rank {places[0].rank} and {counts[1]} on rank "
+                f"{places[1].rank}, "
+                "and there is a collective in it."
+            )
+            yield _Difference("PL004", one.loop.node, one.loop.path, saw)
+    for part, other_part in zip(one.parts, other.parts, strict=False):
+        yield from _compare(part, other_part, places)
+    a, b = one.event, other.event
+    if a is None or b is None or a.node is not b.node or a.kind != "coll":
+        return
+    ranks = f"on rank {places[0].rank} and {{}} on rank {places[1].rank}."
+    if a.op in _SIZED and a.shape and b.shape and a.shape != b.shape:
+        yield _Difference("PL009", a.node, a.path, f"the tensor has shape {a.shape} {ranks.format(b.shape)}")
+    if a.reduce_op is not None and b.reduce_op is not None and a.reduce_op.kind == b.reduce_op.kind == "lib":
+        names = [value.ref.rpartition(".")[2] for value in (a.reduce_op, b.reduce_op)]
+        if names[0] != names[1]:
+            yield _Difference(
+                "PL009", a.node, a.path, f"the operation is {names[0]} {ranks.format(names[1])}"
+            )
+    sources = [one.source.const for one in (a, b) if one.source is not None]
+    if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
+        saw = f"the source is {sources[0]} {ranks.format(sources[1])}"
+        yield _Difference("PL010", a.node, a.path, saw)
+
+
+def _differences(witnesses: Sequence[WitnessTrace]) -> list[_Difference]:
+    found: list[_Difference] = []
+    for one, two in itertools.combinations(witnesses, 2):
+        places = one.place, two.place
+        tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
+        for difference in _compare(*tokens, places):
+            if not any(difference.node is other.node for other in found):
+                found.append(difference)
+    return found
+
+
+def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
+    for difference in _differences(witnesses):
+        if difference.code == code:
+            yield Spot(difference.node, difference.path, difference.saw)
+
+
+@rule("PL001")
+def collective_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a collective that one witness calls and another does not."""
+    return _of_code(witnesses, "PL001")
+
+
+@rule("PL002")
+def collective_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report collectives that two witnesses call in different order."""
+    return _of_code(witnesses, "PL002")
+
+
+@rule("PL006")
+def group_by_members_only(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a group that only some witnesses make."""
+    return _of_code(witnesses, "PL006")
+
+
+@rule("PL007")
+def sharded_state_on_one_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a sharded state that only some witnesses gather or save."""
+    return _of_code(witnesses, "PL007")
+
+
+@rule("PL008")
+def forward_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a wrapped model that communicates and that only some witnesses call."""
+    return _of_code(witnesses, "PL008")
+
+
+@rule("PL009")
+def shape_by_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a shape or an operation of a collective that depends on the rank."""
+    return _of_code(witnesses, "PL009")
+
+
+@rule("PL010")
+def wrong_source(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a source that depends on the rank, or that is no member of the group."""
+    yield from _of_code(witnesses, "PL010")
+    for witness in witnesses:
+        for event in witness.events("coll"):
+            group, source = event.group, event.source
+            if group is None or source is None or group.kind != "group" or not source.is_known:
+                continue
+            members = group.fact("members")
+            if members is None or witness.place.rank not in members or source.const in members:
+                continue
+            if isinstance(source.const, int):
+                listed = ", ".join(map(str, members))
+                yield at(event, f"rank {source.const} is not in the group of ranks {listed}.")
+
+
+@rule("PL012")
+def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a list for all_gather whose length is not the group's size."""
+    for witness in witnesses:
+        for event in witness.events("coll"):
+            if (
+                event.op not in ("all_gather", "all_gather_object")
+                or event.length is None
+                or event.out.kind != "list"
+            ):
+                continue
+            group = event.group
+            size: int | None = witness.place.world
+            if group is not None and not (group.is_known and group.const is None):
+                members = group.fact("members") if group.kind == "group" else None
+                size = len(members) if members is not None and witness.place.rank in members else None
+            if (
+                size is not None
+                and event.length != size
+                and (event.length == witness.place.local_world or group is not None)
+            ):
+                saw = f"the list has {event.length} elements, and the group {size} ranks, on two nodes of 8."
+                yield at(event, saw)
+
+
+@rule("PL004")
+def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a loop with collectives over data that was split by rank without making the parts equal."""
+    yield from _of_code(witnesses, "PL004")
+    for witness in witnesses:
+        for loop in _loops(witness.items):
+            if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
+                yield at(
+                    loop,
+                    "this loop has a collective, and its data are split by rank without padding.",
+                )
+
+
+def _loops(items: Sequence[Item]) -> Iterator[LoopItem]:
+    for item in items:
+        if isinstance(item, LoopItem):
+            yield item
+            yield from _loops(item.body)
+        elif isinstance(item, CallItem):
+            yield from _loops(item.body)
+        elif isinstance(item, BranchItem):
+            for arm in item.arms:
+                yield from _loops(arm)
+
+
+@dataclass
+class _Scope:
+    """What the other ranks would still do: in the round, the loop and the function."""
+
+    round: list[Token]
+    loop: list[Token]
+    function: list[Token]
+
+
+@rule("PL003")
+def decided_by_one_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a branch or an exit on a value that differs between ranks, if collectives depend on it."""
+    for witness in witnesses:
+        yield from _local(witness.items, witness.place, _Scope([], [], []))
+
+
+def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterator[Spot]:
+    for i, item in enumerate(items):
+        if isinstance(item, CallItem):
+            yield from _local(item.body, place, _Scope([], [], []))
+            continue
+        if not isinstance(item, (LoopItem, BranchItem)):
+            continue
+        rest = list_tokens(items[i + 1 :], place)
+        if isinstance(item, LoopItem):
+            body = list_tokens(item.body, place)
+            if Taint.LOCAL in item.taint and body and isinstance(item.node, ast.While):
+                yield at(
+                    item,
+                    "the loop has a collective, and ends by a value that differs between ranks.",
+                )
+            yield from _local(
+                item.body, place, _Scope([], body, [*scope.function, *scope.round, *rest, *scope.loop, *body])
+            )
+            continue
+        inner = _Scope([*rest, *scope.round], scope.loop, scope.function)
+        if Taint.LOCAL in item.taint and len(item.arms) == 2:
+            yield from _decided(item, place, inner)
+        for arm in item.arms:
+            yield from _local(arm, place, inner)
+
+
+def _decided(branch: BranchItem, place: WitnessPlace, scope: _Scope) -> Iterator[Spot]:
+    exits = [arm[-1] if arm and isinstance(arm[-1], ExitItem) else None for arm in branch.arms]
+    if all(one is None for one in exits):
+        arms = [list_tokens(arm, place) for arm in branch.arms]
+        if _shape(arms[0]) != _shape(arms[1]):
+            leaf = next(leaf for arm in arms for token in arm for leaf in token.leaves())
+            assert leaf.event is not None
+            saw = f"{_op(leaf)} depends on a value that differs between ranks (line {branch.line})."
+            yield Spot(leaf.event.node, leaf.event.path, saw)
+        return
+    for one, other in (exits, exits[::-1]):
+        if one is None or other is not None or one.kind == "raise":
+            continue
+        left = (
+            scope.round
+            if one.kind == "continue"
+            else scope.loop
+            if one.kind == "break"
+            else [*scope.round, *scope.function]
+        )
+        if one.kind == "return" and not left:
+            left = scope.loop
+        if left:
+            saw = (
+                f"`{one.kind}` depends on a value that differs between ranks (line {branch.line}), "
+                "and the others go on to a collective."
+            )
+            yield at(one, saw)
+
+
+@rule("PL005")
+def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report an error handler around a collective that lets this rank alone go on."""
+    for witness in witnesses:
+        for event in witness.events("try"):
+            if not event.is_retried or not list_tokens(event.body, witness.place):
+                continue
+            for handler, arm, ends in event.handlers:
+                if "raise" in ends or "break" in ends or list_tokens(arm, witness.place):
+                    continue
+                names = _names(handler.type)
+                if names & {str(one) for one in _BROAD}:
+                    saw = f"`except {', '.join(sorted(names - {'None'}))}`".replace(" `", "`")
+                    yield Spot(
+                        handler,
+                        event.path,
+                        f"{saw} goes on after a failed collective, on the ranks where it failed.",
+                    )
+
+
+def _names(node: ast.AST | None) -> set[str]:
+    if node is None:
+        return {"None"}
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    return {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "?") for part in parts}

@@ -1,0 +1,239 @@
+"""Rules on how samples reach the ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule, trains
+from paceline.lint.trace import TraceEvent
+from paceline.lint.values import Taint, Value
+
+_SPLITS = re.compile(r"rank|world|replica|shard|node|num_parts|process_index", re.IGNORECASE)
+
+
+def _is_none(value: Value) -> bool:
+    return value.is_known and value.const is None
+
+
+def _trains_wrapped(witness: WitnessTrace, loader: Value) -> bool:
+    """Whether batches of a loader go into the backward of a wrapped model."""
+    return any(
+        loader in event.data["deps"]
+        and any(dep.kind in ("ddp", "fsdp") and dep.fact("group") is None for dep in event.data["deps"])
+        for event in witness.events("backward")
+    )
+
+
+def _plain_loaders(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, Value]]:
+    """Yield loaders without a sampler, whose dataset was not split and is known."""
+    for event in witness.events("loader"):
+        dataset = event.dataset
+        plain = _is_none(event.batch_sampler) and (
+            _is_none(event.sampler)
+            or (event.sampler.kind == "sampler" and not event.sampler.fact("distributed"))
+        )
+        if not plain or event.extra or dataset.kind != "dataset" or event.loader.fact("escaped"):
+            continue
+        if dataset.fact("split") or Taint.RANK in dataset.taint or dataset.fact("escaped"):
+            continue
+        if Taint.UNKNOWN in dataset.taint and not dataset.fact("read") and dataset.ref is None:
+            continue
+        if _trains_wrapped(witness, event.loader):
+            yield event, dataset
+
+
+def _mentions_split(dataset: Value) -> bool:
+    """Whether the class of a dataset may split by rank."""
+    if dataset.ref is None or isinstance(dataset.ref, str):
+        return False
+    for one in dataset.ref.lineage():
+        for node in ast.walk(one.node):
+            word = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else ""
+            )
+            word = node.arg if isinstance(node, ast.arg) else word
+            if _SPLITS.search(word):
+                return True
+    return False
+
+
+@rule("PL020")
+def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a loader that gives every rank all samples, and trains a wrapped model."""
+    for event, dataset in _plain_loaders(witnesses[0]):
+        if not dataset.fact("iterable") and not _mentions_split(dataset):
+            yield at(
+                event,
+                f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler.",
+            )
+
+
+@rule("PL021")
+def unsharded_iterable(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report an iterable dataset that gives every rank the same samples, and trains a wrapped model."""
+    for event, dataset in _plain_loaders(witnesses[0]):
+        if dataset.fact("iterable") and dataset.ref is not None and not _mentions_split(dataset):
+            name = dataset.ref.node.name
+            yield at(
+                event,
+                f"`{name}.__iter__` depends on neither the rank nor the number of ranks.",
+            )
+
+
+@rule("PL022")
+def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a DistributedSampler with the numbers of a node in place of the job's."""
+    for witness in witnesses:
+        place = witness.place
+        for event in witness.events("sampler"):
+            rank, replicas = event.rank, event.replicas
+            size = (
+                place.world
+                if replicas is None or _is_none(replicas)
+                else replicas.const
+                if replicas.is_known
+                else None
+            )
+            number = place.rank if rank is None or _is_none(rank) else rank.const if rank.is_known else None
+            if (
+                not isinstance(size, int)
+                or not isinstance(number, int)
+                or (rank is None and replicas is None)
+            ):
+                continue
+            if rank is not None and rank.is_known and Taint.RANK not in rank.taint:
+                continue
+            if (
+                size == place.world
+                and number != place.rank
+                and place.world != place.local_world
+                and number == place.local_rank
+            ):
+                yield at(
+                    event,
+                    "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples.",
+                )
+            elif size == place.local_world < place.world and number >= size:
+                yield at(
+                    event,
+                    f"num_replicas is the number of devices of one node, and rank {number} is beyond it.",
+                )
+
+
+@rule("PL023")
+def shuffle_with_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a loader with both shuffle=True and a sampler."""
+    for event in witnesses[0].events("loader"):
+        if event.shuffle.is_known and event.shuffle.const is True and event.sampler.kind == "sampler":
+            yield at(event, "shuffle=True and a sampler.")
+
+
+@rule("PL024")
+def no_set_epoch(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a shuffling DistributedSampler that is used for several epochs and never told the epoch."""
+    witness = witnesses[0]
+    told: set[Value] = set()
+    for event in witness.events("set_epoch"):
+        for one in event.target.alternatives():
+            told |= {one, *one.attrs.get("sampler", one).alternatives()}
+    used = trains(witness)
+    if any(event.target.is_opaque for event in witness.events("set_epoch")):
+        return
+    for event in witness.events("iterate"):
+        loader = event.loader
+        for sampler in loader.attrs["sampler"].alternatives():
+            inner = sampler.fact("sampler") or sampler
+            if (
+                not inner.fact("distributed")
+                or not inner.fact("shuffle")
+                or inner in told
+                or sampler in told
+                or loader in told
+            ):
+                continue
+            outer = event.loops[len(inner.loops) :]
+            if (
+                not outer
+                or loader not in used
+                or any(one.fact("escaped") for one in (loader, sampler, inner))
+            ):
+                continue
+            if _runs_once(witness, outer):
+                continue
+            node = inner.node
+            assert node is not None
+            yield Spot(node, event.path, f"`{name_of(node)}` shuffles, and set_epoch is never called on it.")
+
+
+def _runs_once(witness: WitnessTrace, loops: tuple[int, ...]) -> bool:
+    from paceline.lint.rules.collectives import _loops
+
+    counts = [loop.count for loop in _loops(witness.items) if id(loop.node) in loops]
+    return bool(counts) and all(count is not None and count <= 1 for count in counts)
+
+
+@rule("PL025", "warning")
+def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a loader with workers that is made anew in each epoch from the same parts."""
+    witness = witnesses[0]
+    used = trains(witness)
+    for event in witness.events("loader"):
+        loader, workers = event.loader, event.workers
+        if (
+            not loader.loops
+            or loader not in used
+            or not workers.is_known
+            or not isinstance(workers.const, int)
+        ):
+            continue
+        if workers.const < 1 or event.dataset.kind != "dataset" or event.dataset.loops == loader.loops:
+            continue
+        size = loader.attrs["batch_size"]
+        if not size.is_known and Taint.UNKNOWN in size.taint:
+            continue
+        if not size.is_known and not size.fact("default"):
+            continue
+        yield at(
+            event,
+            f"each round of the loop starts {workers.const} new workers for the same dataset.",
+        )
+
+
+@rule("PL026")
+def split_twice(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a DistributedSampler over data that are this rank's part already."""
+    for event in witnesses[0].events("sampler"):
+        rank, replicas = event.rank, event.replicas
+        place = witnesses[0].place
+        if not event.dataset.fact("split") or (
+            replicas is not None and replicas.is_known and replicas.const != place.world
+        ):
+            continue
+        if rank is not None and not rank.is_known:
+            continue
+        if replicas is not None and not replicas.is_known:
+            continue
+        yield at(event, f"`{name_of(event.node)}` splits data that were split by rank before.")
+
+
+@rule("PL059")
+def split_by_unlike_draws(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report random_split without a common seed, if a DistributedSampler shares out the result."""
+    for witness in witnesses[1:2]:
+        used = {id(event.dataset.node) for event in witness.events("sampler")}
+        for event in witness.events("random_split"):
+            seed = event.seed
+            if event.generator is not None or event.unread or id(event.node) not in used:
+                continue
+            if seed is None or Taint.RANK in seed or Taint.LOCAL in seed:
+                how = "before any seed is set" if seed is None else "with a seed that differs between ranks"
+                yield at(
+                    event,
+                    f"random_split draws {how}, so each rank has another training set.",
+                )

@@ -1,0 +1,116 @@
+"""Rules on devices, addresses and the process group."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.values import Taint, Value
+
+
+@rule("PL055")
+def rank_as_device(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report the number of a rank of the job that is used as the number of a device of the node."""
+    for witness in witnesses:
+        for event in witness.events("device"):
+            number = _index(event.device)
+            if (
+                number is not None
+                and number == witness.place.rank >= event.limit
+                and Taint.RANK in event.device.taint
+            ):
+                saw = f"rank {number} takes device {number}, and its node has 8 (16 ranks on two nodes)."
+                yield at(event, saw)
+                return
+
+
+def _index(device: Value) -> int | None:
+    if not device.is_known:
+        return None
+    text = str(device.const).rpartition(":")[2]
+    return int(text) if text.isdigit() else None
+
+
+@rule("PL056")
+def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report the devices of a node that are taken for the number of ranks."""
+    witness = witnesses[2]
+    for event in witness.events("init"):
+        world = event.world
+        if (
+            world is not None
+            and world.is_known
+            and world.fact("devices")
+            and world.const != witness.place.world
+        ):
+            given = name_of(_keyword(event.node, "world_size"))
+            saw = f"world_size={given} is the number of devices of one node."
+            yield at(event, saw)
+    for event in witness.events("device_count"):
+        yield at(
+            event,
+            f"torch.cuda.device_count() {event.what}, and counts the devices of one node.",
+        )
+
+
+def _keyword(node: ast.AST, name: str) -> ast.AST | None:
+    for keyword in getattr(node, "keywords", []):
+        if keyword.arg == name:
+            found: ast.AST = keyword.value
+            return found
+    return None
+
+
+@rule("PL057")
+def no_device_set(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a model on the current CUDA device, where no rank has chosen one."""
+    for event in witnesses[1].events("wrap"):
+        if (
+            event.what != "ddp"
+            or event.device_set
+            or event.unread
+            or event.devices is not None
+            or event.backend != "nccl"
+        ):
+            continue
+        if event.module.kind == "model" and event.module.fact("device") == "current":
+            yield at(
+                event,
+                "the model is on the current device, which is device 0 on every rank: none was set.",
+            )
+
+
+@rule("PL058")
+def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report an address that overwrites the launcher's."""
+    witness = witnesses[1]
+    launched = witness.reads & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+    if not launched or witness.spawns:
+        return
+    inits = [event for event in witness.events("init") if not event.is_group]
+    if not inits or any(
+        event.method is not None and event.method.const not in (None, "env://") for event in inits
+    ):
+        return
+    for event in witness.events("setenv"):
+        if (
+            event.key == "MASTER_PORT"
+            and not event.guard
+            and event.value.taint == Taint.NONE
+            and event.value.is_known
+        ):
+            variable = ", ".join(sorted(launched))
+            yield at(
+                event,
+                f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}.",
+            )
+
+
+@rule("PL067")
+def timeout_type(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a timeout that is a number."""
+    for event in witnesses[0].events("init"):
+        timeout = event.timeout
+        if timeout is not None and timeout.is_known and isinstance(timeout.const, (int, float)):
+            yield at(event, f"timeout={timeout.const} is a number.")

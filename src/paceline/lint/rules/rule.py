@@ -1,0 +1,94 @@
+"""A rule, what it gets and what it returns."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.lint.trace import Item, TraceEvent, events
+from paceline.lint.values import Value, WitnessPlace
+
+Level = Literal["error", "warning", "advice"]
+
+
+@dataclass
+class WitnessTrace:
+    """What one witness did.
+
+    Attributes:
+        place: where it ran.
+        items: the trace.
+        text: the source of the script.
+        reads: the variables of a launcher that it read.
+        num_unread_calls: calls of code that was not found.
+        spawns: whether the script starts its ranks itself.
+    """
+
+    place: WitnessPlace
+    items: list[Item]
+    text: str
+    reads: set[str]
+    num_unread_calls: int
+    spawns: bool
+
+    def events(self, *kinds: str) -> Iterator[TraceEvent]:
+        """Yield the events of some kinds, in the order of the program."""
+        return events(self.items, *kinds)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in the source, and what was seen there."""
+
+    node: ast.AST
+    path: str
+    saw: str
+
+
+def at(item: Item, saw: str) -> Spot:
+    """Return a finding at the place of something in a trace."""
+    return Spot(item.node, item.path, saw)
+
+
+Check = Callable[[Sequence[WitnessTrace]], Iterator[Spot]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A code with its level and its check."""
+
+    code: str
+    level: Level
+    check: Check
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(code: str, level: Level = "error") -> Callable[[Check], Check]:
+    """Register a check."""
+
+    def register(check: Check) -> Check:
+        RULES[code] = Rule(code, level, check)
+        return check
+
+    return register
+
+
+def name_of(node: ast.AST | None) -> str:
+    """Return the source of an expression, where it is short."""
+    try:
+        text = ast.unparse(node) if node is not None else ""
+    except Exception:
+        return ""
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def trains(witness: WitnessTrace) -> set[Value]:
+    """Return the loaders, models and wrappers that went into a backward."""
+    found: set[Value] = set()
+    for event in witness.events("backward"):
+        found |= event.data["deps"]
+    return found

@@ -1,0 +1,131 @@
+"""Rules on files that ranks write and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.lint.rules.collectives import tokens_of
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.trace import BranchItem, Item, TraceEvent, events, walk
+from paceline.lint.values import Taint, Value
+
+
+def _states(value: Value | None, depth: int = 0) -> Iterator[Value]:
+    """Yield the state dicts in what is saved."""
+    if value is None or depth > 3:
+        return
+    if value.kind == "state":
+        yield value
+    for part in (value.fact("entries") or {}).values():
+        yield from _states(part, depth + 1)
+
+
+@rule("PL040", "warning")
+def saves_wrapped(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a saved state dict of a wrapper, whose keys start with `module.`."""
+    witness = witnesses[0]
+    if any(event.model.kind in ("ddp", "dp", "union", "") for event in witness.events("load_state")):
+        return
+    for event in witness.events("save"):
+        for state in _states(event.value):
+            if isinstance(state.ref, Value) and state.ref.kind in ("ddp", "dp"):
+                yield at(
+                    event,
+                    'the saved keys start with "module.", so a model without the wrapper cannot load them.',
+                )
+                break
+
+
+def _path_key(value: Value | None) -> Any:
+    """Return what tells two paths apart, or None if that is not known."""
+    if value is None:
+        return None
+    if value.taint & (Taint.RANK | Taint.LOCAL | Taint.UNKNOWN):
+        return None
+    if value.is_known:
+        return value.const if isinstance(value.const, str) else None
+    return "?" if value.kind == "" else None
+
+
+@rule("PL041")
+def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a file that ranks of one node write at the same time."""
+    first, second = witnesses[0], witnesses[1]
+    others = {id(event.node): event for event in second.events("save")}
+    unsure = {id(event.node) for event in _under_unread_conditions(first.items)}
+    for event in first.events("save"):
+        if id(event.node) in unsure:  # such as a file that is there already
+            continue
+        other = others.get(id(event.node))
+        if other is None or not event.initialized or _path_key(event.target) is None:
+            continue
+        if _path_key(event.target) == _path_key(other.target):
+            name = repr(event.target.const) if event.target.is_known else f"`{name_of(_second(event.node))}`"
+            yield at(event, f"every rank writes the file {name}.")
+
+
+def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
+    for item in walk(list(items)):
+        if isinstance(item, BranchItem) and Taint.UNKNOWN in item.taint and Taint.LOCAL not in item.taint:
+            for arm in item.arms:
+                yield from events(arm, "save")
+
+
+def _second(node: Any) -> Any:
+    return node.args[1] if len(node.args) > 1 else None
+
+
+@rule("PL042")
+def load_races_save(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a file that a rank reads while another writes it, with no collective in between."""
+    writer = witnesses[0]
+    for reader in witnesses[1:]:
+        saved = {id(event.node) for event in reader.events("save")}
+        read = {id(event.node) for event in reader.events("load")}
+        fresh: dict[str, TraceEvent] = {}
+        for item in walk(writer.items):
+            if not isinstance(item, TraceEvent):
+                continue
+            if any(tokens_of(item, writer.place)) or item.kind == "coll":
+                fresh.clear()
+            elif (
+                item.kind == "save"
+                and id(item.node) not in saved
+                and item.target is not None
+                and item.target.is_known
+            ):
+                if isinstance(item.target.const, str):
+                    fresh[item.target.const] = item
+            elif (
+                item.kind == "load"
+                and id(item.node) in read
+                and item.target.is_known
+                and item.target.const in fresh
+            ):
+                save = fresh[item.target.const]
+                saw = (
+                    f"rank {reader.place.rank} reads {item.target.const!r} while rank 0 writes it "
+                    f"(line {save.line}): no collective is between."
+                )
+                yield at(item, saw)
+
+
+@rule("PL043", "warning")
+def load_without_map_location(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report weights that are loaded to the device from which they were saved, on every rank."""
+    witness = witnesses[1]
+    on_cuda = any(
+        event.backend is not None and event.backend.is_known and event.backend.const == "nccl"
+        for event in witness.events("init")
+    )
+    if not on_cuda:
+        return
+    for event in witness.events("load_state"):
+        state = event.state
+        load = state.fact("event") if state is not None and state.kind == "loaded" else None
+        if load is not None and not load.mapped and load.initialized and event.model.kind in ("model", "ddp"):
+            yield at(
+                load,
+                "torch.load puts tensors on the device that they were saved from, the same on every rank.",
+            )

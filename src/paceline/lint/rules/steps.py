@@ -1,0 +1,317 @@
+"""Rules on backward, clipping and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline.lint.rules.collectives import _loops
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, walk
+from paceline.lint.values import Value
+
+
+def _models(optimizer: Value) -> set[Value]:
+    """Return the models and wrappers whose parameters an optimizer has."""
+    found = {dep for dep in optimizer.deps if dep.kind in ("model", "ddp", "fsdp")}
+    found |= {
+        dep.fact("wrapped")
+        for dep in optimizer.deps
+        if dep.kind == "model" and dep.fact("wrapped") is not None
+    }
+    for dep in list(found):
+        if dep.kind in ("ddp", "fsdp"):
+            found |= set(dep.attrs["module"].alternatives())
+    return found
+
+
+def _is_wrapped(optimizer: Value) -> bool:
+    return any(model.kind in ("ddp", "fsdp") for model in _models(optimizer))
+
+
+@rule("PL013")
+def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a step of an optimizer, scheduler or scaler that only some witnesses take."""
+    for one in witnesses:
+        for other in witnesses:
+            if one is other:
+                continue
+            made = {id(event.node) for event in other.events("optimizer")}
+            taken = {(event.what, id(event.target.node)) for event in other.events("step")}
+            for event in one.events("step"):
+                target = event.target
+                if target.kind != "optimizer" or not _is_wrapped(target) or id(target.node) not in made:
+                    continue
+                if (event.what, id(target.node)) not in taken:
+                    ranks = f"rank {one.place.rank}, and not on rank {other.place.rank}"
+                    saw = f"the {event.what} steps on {ranks}."
+                    yield at(event, saw)
+
+
+def _rounds(witness: WitnessTrace) -> Iterator[tuple[LoopItem, list[TraceEvent]]]:
+    """Yield each loop with the events in it."""
+    for loop in _loops(witness.items):
+        found = [item for item in walk(loop.body) if isinstance(item, TraceEvent)]
+        yield loop, found
+
+
+@rule("PL030")
+def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a loop with backward and step in which nothing clears the gradients."""
+    seen: set[int] = set()
+    for loop, found in sorted(_rounds(witnesses[0]), key=lambda pair: len(pair[1])):
+        steps = [event for event in found if event.kind == "step" and event.what != "scheduler"]
+        backwards = [event for event in found if event.kind == "backward"]
+        if not steps or not backwards or any(event.kind == "clear" for event in found):
+            seen |= {id(event.node) for event in steps} if backwards else set()
+            continue
+        for step in steps:
+            target = step.target
+            if (
+                id(step.node) in seen
+                or target.kind != "optimizer"
+                or step.has_closure
+                or target.fact("escaped")
+            ):
+                continue
+            if loop.count is not None and loop.count <= 1:
+                continue
+            models = _models(target)
+            if any(model.fact("escaped") for model in models) or target.ref is not None:
+                continue
+            if models and any(models & set(event.deps) for event in backwards):
+                seen.add(id(step.node))
+                yield at(
+                    step,
+                    f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them.",
+                )
+
+
+def _windows(items: Sequence[Item]) -> Iterator[tuple[BranchItem, int]]:
+    """Yield the branches that are taken once in some rounds, with their number."""
+    for item in items:
+        if isinstance(item, BranchItem):
+            size = item.condition.fact("window") if item.condition is not None else None
+            if isinstance(size, int) and size > 1:
+                yield item, size
+            for arm in item.arms:
+                yield from _windows(arm)
+        elif isinstance(item, CallItem):
+            yield from _windows(item.body)
+
+
+def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list[TraceEvent]]]:
+    """Yield backwards of rounds of which some end with a step, their number, and all events of the loop."""
+    for loop, found in _rounds(witness):
+        for branch, size in _windows(loop.body):
+            inside = [event for arm in branch.arms for event in events(arm, "step", "backward")]
+            stepped = [event for event in inside if event.kind == "step" and event.what != "scheduler"]
+            apart = [event for event in found if event.kind == "backward" and event not in inside]
+            if not stepped or not apart:
+                continue
+            if any(
+                event.kind == "step" and event.what != "scheduler" and event not in inside for event in found
+            ):
+                continue
+            for event in apart:
+                if any(
+                    _models(step.target) & set(event.deps)
+                    for step in stepped
+                    if step.target.kind == "optimizer"
+                ):
+                    yield event, size, found
+
+
+def _own_scaling(found: list[TraceEvent]) -> bool:
+    return any(event.kind == "grad" for event in found)
+
+
+@rule("PL031", "warning")
+def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report mean losses that are accumulated and not divided by the number of rounds."""
+    for event, size, found in _accumulating(witnesses[0]):
+        if event.is_mean and not _own_scaling(found):
+            yield at(
+                event,
+                f"gradients of {size} mean losses are added, and the loss is not divided by {size}.",
+            )
+
+
+def _wrapper_of(event: TraceEvent) -> Value | None:
+    found: list[Value] = [
+        model for model, quiet in event.quiet.items() if quiet is False and model.kind == "ddp"
+    ]
+    return found[0] if len(event.quiet) == 1 and found and not found[0].fact("own_sync") else None
+
+
+@rule("PL032", "warning")
+def accumulation_without_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report rounds of accumulation that all reduce gradients."""
+    witness = witnesses[0]
+    for event, size, _ in _accumulating(witness):
+        if _wrapper_of(event) is not None:
+            yield at(
+                event,
+                f"each of {size} backwards per step sums the gradients over ranks; one would do.",
+            )
+    for outer, found in _rounds(witness):
+        for inner in _direct_loops(outer.body):
+            backwards = list(events(inner.body, "backward"))
+            if (
+                not backwards
+                or inner.count is None
+                or inner.count < 2
+                or any(events(inner.body, "step", "clear"))
+            ):
+                continue
+            if any(_wrapper_of(event) is None for event in backwards) or len(backwards) > 1:
+                continue
+            steps = [event for event in found if event.kind == "step" and event.target.kind == "optimizer"]
+            if any(_models(step.target) & set(backwards[0].deps) for step in steps):
+                saw = f"each of {inner.count} backwards per step sums the gradients over ranks; one would do."
+                yield Spot(backwards[0].node, backwards[0].path, saw)
+
+
+def _direct_loops(items: Sequence[Item]) -> Iterator[LoopItem]:
+    for item in items:
+        if isinstance(item, LoopItem):
+            yield item
+        elif isinstance(item, CallItem):
+            yield from _direct_loops(item.body)
+
+
+@rule("PL033")
+def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a step whose backwards were all under no_sync."""
+    witness = witnesses[0]
+    if any(witness.events("grad")):
+        return
+    for _, found in _rounds(witness):
+        backwards = [event for event in found if event.kind == "backward"]
+        if any(event.kind == "coll" for event in found):
+            continue
+        for step in found:
+            if step.kind != "step" or step.what == "scheduler" or step.target.kind != "optimizer":
+                continue
+            mine = [event for event in backwards if _models(step.target) & set(event.deps)]
+            wrapped = [event for event in mine if event.quiet]
+            if (
+                wrapped
+                and len(wrapped) == len(backwards)
+                and all(all(event.quiet.values()) for event in wrapped)
+            ):
+                yield at(
+                    step,
+                    "every backward before this step is under no_sync(): ranks step by their own gradients.",
+                )
+
+
+@rule("PL034")
+def clip_before_unscale(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report clipping of gradients that are still scaled."""
+    found: list[Spot] = []
+    _clips(witnesses[0].items, None, found)
+    return iter(found)
+
+
+def _clips(items: Sequence[Item], scaled: TraceEvent | None, found: list[Spot]) -> TraceEvent | None:
+    """Follow a path; return the backward whose gradients are scaled at its end."""
+    for item in items:
+        if isinstance(item, TraceEvent):
+            if item.kind == "backward":
+                scaled = item if item.scaler is not None and item.scaler.fact("enabled") else None
+            elif item.kind in ("unscale", "grad") or (item.kind == "step" and item.what == "scaler"):
+                scaled = None
+            elif item.kind == "clip" and scaled is not None and set(item.deps) & set(scaled.deps):
+                saw = f"`{name_of(item.node)}` clips gradients that the scaler has multiplied."
+                found.append(at(item, saw))
+        elif isinstance(item, CallItem):
+            scaled = _clips(item.body, scaled, found)
+        elif isinstance(item, LoopItem):
+            _clips(item.body, None, found)
+            scaled = None
+        elif isinstance(item, BranchItem):
+            ends = [_clips(arm, scaled, found) for arm in item.arms]
+            scaled = ends[0] if len({id(end) for end in ends}) == 1 else None
+    return scaled
+
+
+@rule("PL075", "warning")
+def forward_outside_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a backward under no_sync whose forward was outside of it."""
+    for event in witnesses[0].events("backward"):
+        if any(model.kind == "ddp" for model in event.late):
+            yield at(
+                event,
+                "the forward of this loss is outside of no_sync(), so gradients are summed nevertheless.",
+            )
+
+
+@rule("PL050")
+def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a training that calls the inner module, and never the wrapper."""
+    witness = witnesses[0]
+    if any(witness.events("grad")) or any(event.op == "all_reduce" for event in witness.events("coll")):
+        return
+    backwards = list(witness.events("backward"))
+    through = {dep for event in backwards for dep in event.deps if dep.kind in ("ddp", "fsdp")}
+    wrapped: dict[Value, Value] = {}
+    for item in walk(witness.items):
+        if not isinstance(item, TraceEvent):
+            continue
+        if item.kind == "wrap" and item.what == "ddp":
+            wrapped.update({one: item.wrapper for one in item.module.alternatives() if one.kind == "model"})
+        if item.kind != "backward":
+            continue
+        for dep in item.deps:
+            wrapper = wrapped.get(dep)
+            if wrapper is None or wrapper in through or dep.fact("escaped") or wrapper.fact("escaped"):
+                continue
+            if wrapper.fact("own_sync") or not any(_steps(witness, dep)):
+                continue
+            yield at(
+                item,
+                "the forward calls the module inside of the wrapper, so gradients are not summed over ranks.",
+            )
+
+
+def _steps(witness: WitnessTrace, model: Value) -> Iterator[TraceEvent]:
+    for event in witness.events("step"):
+        if event.target.kind == "optimizer" and model in _models(event.target):
+            yield event
+
+
+@rule("PL052")
+def optimizer_before_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report an optimizer that holds the parameters from before the model was sharded."""
+    witness = witnesses[0]
+    made: list[TraceEvent] = []
+    for item in walk(witness.items):
+        if not isinstance(item, TraceEvent):
+            continue
+        if item.kind == "optimizer":
+            made.append(item)
+        elif item.kind == "shard" or (
+            item.kind == "wrap" and item.what == "fsdp" and not item.wrapper.fact("use_orig_params")
+        ):
+            models = item.model.alternatives() if item.kind == "shard" else item.module.alternatives()
+            models = [model for model in models if model.kind == "model"]
+            for event in made:
+                optimizer = event.optimizer
+                steps = any(step.target is optimizer for step in witness.events("step"))
+                given = any(model in optimizer.deps for model in models)
+                if steps and given and not optimizer.fact("escaped") and not optimizer.fact("regrouped"):
+                    name = name_of(event.node)
+                    yield at(event, f"`{name}` gets parameters that sharding replaces (line {item.line}).")
+
+
+@rule("PL072")
+def result_of_a_collective(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report the use of the None that a collective returns, and a number given to one."""
+    for event in witnesses[0].events("none_used"):
+        yield at(event, f"{event.operation} returns None, and this line uses it as a result.")
+    for event in witnesses[0].events("coll"):
+        out = event.out
+        if event.op in ("all_reduce", "broadcast", "reduce") and out is not None:
+            number = out.is_known and isinstance(out.const, (int, float)) and not isinstance(out.const, bool)
+            if number or out.fact("number"):
+                yield at(event, f"{event.op} gets a Python number.")

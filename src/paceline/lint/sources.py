@@ -1,0 +1,193 @@
+"""Reads scripts and notebooks, with the comments that silence findings and the project's settings."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import io
+import json
+import re
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+
+_IGNORE = re.compile(r"#\s*paceline:\s*ignore(?:\[([^\]]*)\])?")
+_SKIPPED = {
+    ".git",
+    ".venv",
+    "venv",
+    "node_modules",
+    "__pycache__",
+    "build",
+    "dist",
+    "site-packages",
+    ".tox",
+    ".mypy_cache",
+}
+_LEVELS = ("error", "warning", "advice", "off")
+_MAGIC = re.compile(r"\s*[%!?]")
+
+
+@dataclass(frozen=True)
+class ScriptSource:
+    """A script: its path as it is reported, and its text. A notebook has the first line of each code cell."""
+
+    path: str
+    text: str
+    cells: tuple[int, ...] = ()
+
+    def place(self, line: int) -> tuple[str, int]:
+        """Return the path and line under which a line is reported."""
+        started = [number for number, first in enumerate(self.cells, 1) if first <= line]
+        if not started:
+            return self.path, line
+        return f"{self.path}#cell{started[-1]}", line - self.cells[started[-1] - 1] + 1
+
+
+@dataclass(frozen=True)
+class LintSettings:
+    """`[tool.paceline.lint]`: what a project doesn't want to read.
+
+    Attributes:
+        levels: the level of a code, or "off".
+        exclude: patterns of paths that are left out.
+        per_file: patterns of paths, with the codes that are off in them.
+    """
+
+    levels: dict[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    per_file: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def level_of(self, code: str, path: str, level: str) -> str:
+        """Return the level of a finding under these settings."""
+        for pattern, codes in self.per_file.items():
+            if code in codes and self._matches(path, pattern):
+                return "off"
+        return self.levels.get(code, level)
+
+    def leaves_out(self, path: str) -> bool:
+        """Return whether a file is left out."""
+        return any(self._matches(path, pattern) for pattern in self.exclude)
+
+    def _matches(self, path: str, pattern: str) -> bool:
+        with contextlib.suppress(ValueError):
+            path = Path(path).resolve().relative_to(self.folder.resolve()).as_posix()
+        return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, pattern.rstrip("/") + "/*")
+
+
+def read_settings(folder: Path, codes: Sequence[str]) -> LintSettings:
+    """Return the settings of the nearest pyproject.toml that has some, at or above a folder."""
+    for place in (folder.resolve(), *folder.resolve().parents):
+        file = place / "pyproject.toml"
+        if file.is_file():
+            try:
+                table = (
+                    tomllib.loads(file.read_text(encoding="utf-8"))
+                    .get("tool", {})
+                    .get("paceline", {})
+                    .get("lint")
+                )
+            except (OSError, ValueError):
+                continue
+            if table is not None:
+                return _check_settings(table, file, codes)
+    return LintSettings()
+
+
+def _check_settings(table: dict[str, Any], file: Path, codes: Sequence[str]) -> LintSettings:
+    def refuse(saw: str) -> PacelineError:
+        rule = "[tool.paceline.lint] has the keys ignore, exclude, level and per-file-ignores, with codes."
+        return PacelineError(
+            "PL096",
+            saw=f"{file}: {saw}",
+            rule=rule,
+            fix='For example: ignore = ["PL040"], level = { PL043 = "error" }.',
+        )
+
+    levels: dict[str, str] = {}
+    for key, value in table.items():
+        if key not in ("ignore", "exclude", "level", "per-file-ignores"):
+            raise refuse(f"the key {key!r}.")
+        if key == "level" and any(level not in _LEVELS for level in value.values()):
+            raise refuse(f"level = {value!r}; a level is error, warning, advice or off.")
+        named = value if key == "ignore" else list(value) if key == "level" else []
+        named = [code for part in value.values() for code in part] if key == "per-file-ignores" else named
+        if wrong := [code for code in named if code not in codes]:
+            raise refuse(f"{key} names {wrong[0]!r}, which is no code of a rule.")
+    levels |= dict.fromkeys(table.get("ignore", []), "off") | table.get("level", {})
+    per_file = {pattern: tuple(part) for pattern, part in table.get("per-file-ignores", {}).items()}
+    return LintSettings(levels, tuple(table.get("exclude", [])), per_file, file.parent)
+
+
+def read_sources(paths: Sequence[str], stdin: Callable[[], str]) -> Iterator[ScriptSource]:
+    """Yield the scripts and notebooks of files, trees and `-`.
+
+    Raises:
+        PacelineError: PL097, a path does not exist or cannot be read.
+    """
+    for name in paths:
+        if name == "-":
+            yield ScriptSource("<stdin>", stdin())
+            continue
+        path = Path(name)
+        if path.is_dir():
+            for file in sorted(path.rglob("*")):
+                inner = file.relative_to(path).parts[:-1]
+                if file.suffix in (".py", ".ipynb") and file.is_file() and not _SKIPPED & set(inner):
+                    yield _read(file, quietly=True)
+        else:
+            yield _read(path, quietly=False)
+
+
+def _read(path: Path, *, quietly: bool) -> ScriptSource:
+    try:
+        with path.open("rb") as file:
+            encoding, _ = tokenize.detect_encoding(file.readline)
+        text = path.read_text(encoding=encoding)
+    except (OSError, SyntaxError, UnicodeDecodeError, LookupError) as error:
+        if quietly:
+            return ScriptSource(str(path), "")
+        raise PacelineError(
+            "PL097",
+            saw=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.",
+            rule="`paceline lint` takes scripts, notebooks and folders, or - for standard input.",
+            fix="Check the path.",
+        ) from None
+    return _read_notebook(str(path), text) if path.suffix == ".ipynb" else ScriptSource(str(path), text)
+
+
+def _read_notebook(path: str, text: str) -> ScriptSource:
+    try:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        return ScriptSource(path, "")
+    lines: list[str] = []
+    starts = []
+    for cell in cells:
+        starts.append(len(lines) + 1)
+        source = cell["source"]
+        own = ("".join(source) if isinstance(source, list) else source).splitlines()
+        if own and own[0].startswith("%%"):
+            own = ["" for _ in own]
+        lines += [re.sub(r"\S.*", "pass", line) if _MAGIC.match(line) else line for line in own] or [""]
+    return ScriptSource(path, "\n".join(lines) + "\n", tuple(starts))
+
+
+def read_ignores(text: str) -> dict[int, tuple[str, ...]]:
+    """Return the lines with `# paceline: ignore[PLnnn]`, and the codes; no code stands for all."""
+    if "paceline:" not in text:
+        return {}
+    found = {}
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and (match := _IGNORE.search(token.string)):
+                found[token.start[0]] = tuple(re.findall(r"PL\d{3}", match[1] or ""))
+    except (tokenize.TokenError, SyntaxError):
+        pass
+    return found

@@ -1,0 +1,10 @@
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+dataset = TensorDataset(torch.randn(100, 4))
+loader = DataLoader(dataset, batch_size=10, sampler=DistributedSampler(dataset, shuffle=False))
+for epoch in range(20):
+    for (x,) in loader:
+        print(x.mean())

@@ -1,0 +1,12 @@
+import torch
+import torch.distributed as dist
+from mylib import clear
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    clear(optimizer)
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()

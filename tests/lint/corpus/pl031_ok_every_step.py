@@ -1,0 +1,15 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(1000):
+    loss = nn.functional.mse_loss(model(torch.randn(8, 4)), torch.randn(8, 1))
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    if i % 100 == 0 and dist.get_rank() == 0:
+        print(loss.item())

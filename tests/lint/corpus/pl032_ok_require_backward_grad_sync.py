@@ -1,0 +1,13 @@
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(25):
+    for micro in range(4):
+        model.require_backward_grad_sync = micro == 3
+        (model(torch.randn(8, 4)).pow(2).mean() / 4).backward()
+    opt.step()
+    opt.zero_grad(set_to_none=True)

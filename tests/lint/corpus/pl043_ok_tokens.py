@@ -1,0 +1,9 @@
+import os
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+tokens = torch.load("tokens.pt")
+print(len(tokens))

@@ -1,0 +1,13 @@
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(10):
+    opt.zero_grad()
+    model(torch.randn(4, 4)).mean().backward()
+    opt.step()
+with torch.no_grad():
+    print(model.module(torch.randn(4, 4)).mean().item())

@@ -1,0 +1,8 @@
+import os
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.all_reduce(torch.ones(1, device="cuda"))

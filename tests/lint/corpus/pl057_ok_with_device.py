@@ -1,0 +1,10 @@
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("nccl")
+with torch.cuda.device(int(os.environ["LOCAL_RANK"])):
+    model = DDP(torch.nn.Linear(4, 4).cuda())
+    model(torch.randn(4, 4).cuda()).mean().backward()

@@ -1,0 +1,8 @@
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+dist.init_process_group("gloo")
+dataset = TensorDataset(torch.randn(100, 4))
+train, valid = random_split(dataset, [80, 20])  # PL059
+loader = DataLoader(train, batch_size=8, sampler=DistributedSampler(train))

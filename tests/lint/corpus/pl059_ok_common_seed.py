@@ -1,0 +1,9 @@
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+dataset = TensorDataset(torch.randn(100, 4))
+train, valid = random_split(dataset, [80, 20])
+loader = DataLoader(train, batch_size=8, sampler=DistributedSampler(train))

@@ -1,0 +1,35 @@
+"""Scripts as people write them: a comment marks the line of each finding, and there is no other one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.lint import check_text
+
+CORPUS = Path(__file__).parent / "corpus"
+SCRIPTS = sorted(CORPUS.glob("*.py"))
+
+
+def expected(text: str) -> list[tuple[int, str]]:
+    """The lines and codes that a script's comments announce."""
+    lines = enumerate(text.splitlines(), 1)
+    return [(number, code) for number, line in lines for code in re.findall(r"# (PL\d{3})$", line)]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    found = check_text(text, str(path))
+    assert [(one.line, one.code) for one in found] == expected(text), "\n".join(map(str, found))
+
+
+def test_every_rule_has_two_faulty_scripts_and_three_healthy_ones() -> None:
+    from paceline.lint.rules import RULES
+
+    for code in RULES:
+        names = [path.stem for path in SCRIPTS if path.stem.startswith(code.lower())]
+        assert sum("_bad_" in name for name in names) >= 2, code
+        assert sum("_ok_" in name for name in names) >= 3, code
