@@ -267,6 +267,7 @@ _HANDLERS: dict[str, Handler] = {
     "os.getenv": lambda c: methods.read_environment(
         c.run, c.run.environ, c.args[0], c.args[1] if len(c.args) > 1 else constant(None)
     ),
+    "io.BytesIO": lambda c: Value("buffer"),
     "sys.exit": lambda c: Value("never"),
     "os._exit": lambda c: Value("never"),
     "nn.convert_sync_batchnorm": torch_calls.call_sync_batchnorm,

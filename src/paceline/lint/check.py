@@ -1,4 +1,4 @@
-"""Runs the witnesses over a file, and the rules over what they did."""
+"""Runs simulated ranks over a file, and the rules over what they did."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _run_the_rest(run: Interpreter, module: Module) -> None:
         if not isinstance(value, Value) or value.ref is None:
             continue
         if value.kind == "func" and isinstance(value.ref, Function) and value.ref.module is module:
-            _enter(run, value, initialized)
+            _enter(run, value, bool(initialized))
         elif value.kind == "class" and value.ref.module is module:
             methods = [
                 one for one in value.ref.names.values() if isinstance(one, Value) and one.kind == "func"
@@ -130,7 +130,7 @@ def _run_the_rest(run: Interpreter, module: Module) -> None:
                     run.out = before
                 for one in methods:
                     if one.ref.node.name != "__init__":
-                        _enter(run, one, initialized, me)
+                        _enter(run, one, bool(initialized), me)
 
 
 def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | None = None) -> None:

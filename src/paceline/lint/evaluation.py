@@ -59,7 +59,7 @@ class Evaluator:
     def __init__(self, place: WitnessPlace) -> None:
         self.place = place
         self.is_spawned = False
-        self.initialized = False
+        self.initialized: bool | None = False  # None: on some paths
         self.device_set = False
         self.backend = ""
         self.seed: Taint | None = None  # origins of the last seed of torch

@@ -1,4 +1,4 @@
-"""Runs a script abstractly as one witness.
+"""Runs a script abstractly as one simulated rank.
 
 What follows from the rank is computed. A branch on anything else is walked both ways, a loop is walked once.
 Calls into the file and the modules beside it are followed.
@@ -351,7 +351,7 @@ class Interpreter(Evaluator):
             self.frame.taint |= by
         if states:
             self.device_set = any(state[0] for state in states)
-            self.initialized = any(state[1] for state in states)
+            self.initialized = states[0][1] if len({state[1] for state in states}) == 1 else None
         if len(sides) == 1:
             for table, key, value in sides[0]:
                 self.set(table, key, value)

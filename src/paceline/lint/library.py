@@ -425,7 +425,11 @@ def _call_super(
     run: Run, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
 ) -> Value:
     me: Value = owner.ref
-    if me.ref is None or isinstance(me.ref, str):
+    if (
+        me.kind not in ("instance", "model", "dataset", "optimizer")
+        or me.ref is None
+        or isinstance(me.ref, str)
+    ):
         return unknown()
     current = next(
         (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name)), me.ref

@@ -246,6 +246,7 @@ def _model(c: KnownCall) -> Value | None:
         "buffers",
     ):
         part = unknown(Taint.NONE, c.owner.deps | {c.owner})
+        part.attrs["#all_of"] = c.owner
         if c.name.startswith("named"):
             part = sequence((unknown(Taint.NONE), part), "tuple")
         return Value("list", deps=c.owner.deps | {c.owner}, attrs={"#element": part})

@@ -48,11 +48,9 @@ def call_rank(c: KnownCall) -> Value:
 
 
 def call_true_if_initialized(c: KnownCall) -> Value:
-    return (
-        constant(True)
-        if c.run.initialized or c.name != "is_initialized"
-        else (unknown(Taint.NONE) if c.run.num_unread_calls else constant(False))
-    )
+    if c.run.initialized or c.name != "is_initialized":
+        return constant(True)
+    return unknown(Taint.NONE) if c.run.num_unread_calls or c.run.initialized is None else constant(False)
 
 
 def call_new_group(c: KnownCall) -> Value:

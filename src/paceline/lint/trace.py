@@ -1,4 +1,4 @@
-"""The trace of a witness: a tree of what it did, with the branches that it could not decide."""
+"""The trace of a simulated rank: a tree of what it did, with the branches that it could not decide."""
 
 from __future__ import annotations
 

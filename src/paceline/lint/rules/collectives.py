@@ -1,4 +1,4 @@
-"""Rules that compare the collectives of the witnesses."""
+"""Rules that compare the collectives of the simulated ranks."""
 
 from __future__ import annotations
 

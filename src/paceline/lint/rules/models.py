@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
-from paceline.lint.trace import TraceEvent, walk
+from paceline.lint.trace import BranchItem, TraceEvent, events, walk
 from paceline.lint.values import Value
 
 _WITH_PARAMETERS_TEXT = """
@@ -38,6 +38,8 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report requires_grad that changes after DDP has counted the parameters."""
     witness = witnesses[0]
     items = [item for item in walk(witness.items) if isinstance(item, TraceEvent)]
+    arms = [arm for item in walk(witness.items) if isinstance(item, BranchItem) for arm in item.arms]
+    partly = {id(event.node) for arm in arms for event in events(arm, "requires_grad")}
     for i, event in enumerate(items):
         if event.kind != "requires_grad" or not event.value.is_known:
             continue
@@ -48,6 +50,9 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             inner = set(wrapper.attrs["module"].alternatives())
             if wrapper not in touched and not {one for one in inner if one.kind == "model"} & touched:
                 continue
+            whole = event.target.fact("all_of") or event.target
+            if not event.value.const and whole in {wrapper} | inner and id(event.node) not in partly:
+                continue  # a teacher: without any gradient there is no backward
             later = items[i:]
             if any(other.kind == "wrap" and inner & set(other.module.alternatives()) for other in later):
                 continue
@@ -139,7 +144,7 @@ def _bare_uses(cls: ast.ClassDef) -> Iterator[ast.AST]:
 def data_parallel(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report DataParallel in a process that is one of several ranks."""
     for event in witnesses[0].events("wrap"):
-        if event.what == "dp" and event.initialized:
+        if event.what == "dp" and event.initialized is True:
             yield at(event, "each rank would run on all devices of its node.")
 
 

@@ -58,7 +58,7 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if id(event.node) in unsure:  # such as a file that is there already
             continue
         other = others.get(id(event.node))
-        if other is None or not event.initialized or _path_key(event.target) is None:
+        if other is None or event.initialized is not True or _path_key(event.target) is None:
             continue
         if _path_key(event.target) == _path_key(other.target):
             name = repr(event.target.const) if event.target.is_known else f"`{name_of(_second(event.node))}`"
@@ -67,7 +67,9 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
     for item in walk(list(items)):
-        if isinstance(item, BranchItem) and Taint.UNKNOWN in item.taint and Taint.LOCAL not in item.taint:
+        if not isinstance(item, BranchItem):
+            continue
+        if Taint.RANK in item.taint or (Taint.UNKNOWN in item.taint and Taint.LOCAL not in item.taint):
             for arm in item.arms:
                 yield from events(arm, "save")
 
