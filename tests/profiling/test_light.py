@@ -14,7 +14,7 @@ from paceline.profiling.compare import compare
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.marks import WAITING
+from paceline.profiling.rank.loop import WAITING
 from paceline.profiling.rank.sampler import choose_pause
 from paceline.profiling.trace import (
     BACKWARD,
@@ -32,7 +32,8 @@ from tests.profiling.timelines import MS, simulate
 
 def test_gaps_belong_to_loss_and_clipping() -> None:
     loop = {FORWARD: [(10, 20)], BACKWARD: [(25, 40)], WAITING: [(38, 40)], COLLECTION: [(12, 13)]}
-    phases, compute = divide_loop(loop, as_spans([(0, 9)]), as_spans([(45, 50)]))
+    spans = {name: as_spans(pairs) for name, pairs in loop.items()}
+    phases, compute = divide_loop(spans, as_spans([(0, 9)]), as_spans([(45, 50)]))
     assert phases[FORWARD].tolist() == [[10, 25]]
     assert phases[BACKWARD].tolist() == [[25, 40]]
     assert phases[OPTIMIZER].tolist() == [[40, 50]]
@@ -43,7 +44,7 @@ def test_gaps_belong_to_loss_and_clipping() -> None:
 
 def test_what_lies_between_other_phases_is_nobodys() -> None:
     """An evaluation's forward has no backward, and data are loaded after an accumulated backward."""
-    loop = {FORWARD: [(0, 10), (30, 40)], BACKWARD: [(42, 50)]}
+    loop = {FORWARD: as_spans([(0, 10), (30, 40)]), BACKWARD: as_spans([(42, 50)])}
     phases, compute = divide_loop(loop, as_spans([(20, 25), (60, 70)]), NOTHING)
     assert phases[FORWARD].tolist() == [[0, 10], [30, 42]]
     assert phases[BACKWARD].tolist() == [[42, 50]]

@@ -1,8 +1,8 @@
 """Builds the trace of a rank from the events of its file: steps, phases, computation and collectives.
 
-On CPU, computation is what operators do that call no other operator. On CUDA it is kernels other than NCCL's.
-Files that Paceline recorded have marks for forward, backward and garbage collection, and the group and number
-of each collective. In other files these follow from the order of events, as far as they can be known.
+On CUDA, computation is kernels other than NCCL's. On CPU, it is the loop's time in forward, backward and
+optimizer in which it does not wait for a collective. Files that Paceline recorded have these spans, and the
+group and number of each collective. In other files they follow from the order of events, as far as it shows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.profiling.elements import count_bytes
-from paceline.profiling.intervals import NOTHING, Spans, as_spans, unite
+from paceline.profiling.intervals import NOTHING, Spans, as_spans, subtract, unite
 from paceline.profiling.kineto import EventKind, Recorded, TraceFile, decode_arguments
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.marks import MARK, SEARCHING, WAITING
+from paceline.profiling.rank.loop import SEARCHING, WAITING
 from paceline.profiling.trace import (
     BACKWARD,
     DATA,
     FORWARD,
     OPTIMIZER,
-    PHASES,
     READING,
     UNSCHEDULED,
     CodePlace,
@@ -40,6 +39,7 @@ from paceline.profiling.trace import (
 _OPERATIONS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
 _UNMATCHED = "unmatched"
+_LATE_NS = 100_000
 # The class of torch's iterators of loaders with num_workers=0, in the names of their annotations.
 _INLINE = "_SingleProcess"
 
@@ -60,18 +60,10 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         OverflowError: if a number that the recorder wrote has more than 64 bits.
     """
     spans = np.stack((file.begins_ns, file.ends_ns), axis=1)
-    order = np.lexsort((-file.ends_ns, file.begins_ns, file.threads))
-    is_top, is_leaf = _find_nesting(file, order)
     has_kernels = bool((file.kinds == EventKind.KERNEL).any())
     steps = _find_steps(file, spans)
     recorded = file.recorded
-    loop = recorded.loop if recorded is not None else None
-    if has_kernels:
-        computes = file.kinds == EventKind.KERNEL
-        collectives, remarks = _list_kernels(file, rank)
-    else:
-        computes = is_leaf & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.ITEM))
-        collectives, remarks = _list_spans(file, rank, steps)
+    collectives, remarks = _list_kernels(file, rank) if has_kernels else _list_spans(file, rank, steps)
     if recorded is not None:  # Raises OverflowError: numbers in JSON have any length.
         as_spans((begin, end) for _, begin, end in recorded.steps)
         as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
@@ -86,18 +78,35 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
             "Steps are numbered within the traces: the files do not contain the run's step numbers.",
         ]
     ahead = 0 if recorded is None else recorded.clock_ahead_ns
-    compute = unite(spans[computes])
-    if loop is None:
-        phases = _find_phases(file, spans, order[is_top[order]], collectives)
-    else:
-        phases, busy = divide_loop(loop, *_list_annotations(file, spans, order[is_top[order]]))
-        compute = compute if has_kernels else busy
+    main = np.isin(file.threads, _find_main_threads(file))
+    tops = _find_tops(file, main)
+    kinds = file.kinds[tops]
+    data, optimizer = (
+        unite(spans[main & (file.kinds == kind)]) for kind in (EventKind.DATA, EventKind.OPTIMIZER)
+    )
+    given = None if recorded is None else recorded.loop
+    loop = {name: as_spans(pairs) for name, pairs in (given or {}).items()}
+    if not loop:
+        entries = np.concatenate(
+            (file.begins_ns[main & (file.kinds == EventKind.ENTRY)], spans[tops[kinds == EventKind.LAYER], 0])
+        )
+        loop = _divide_runs(spans[tops], kinds, np.sort(entries))
+        loop[BACKWARD] = _extend(loop[BACKWARD], spans[tops], collectives)
+    phases, busy = divide_loop(loop, data, optimizer)
+    if has_kernels:
+        phases[READING] = unite(_join_runs(spans[tops], kinds == EventKind.ITEM))
+        busy = unite(spans[file.kinds == EventKind.KERNEL])
+    elif WAITING not in loop:
+        works = main & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.LAYER, EventKind.ITEM))
+        loop[WAITING] = _find_waits(subtract(busy, unite(spans[works])), collectives)
+        busy = subtract(busy, loop[WAITING])
+    is_light = not (file.kinds == EventKind.OPERATOR).any()
     trace = RankTrace(
         rank=rank,
         world_size=file.world_size,
         steps=steps,
         phases=phases,
-        compute=compute,
+        compute=busy,
         collectives=collectives,
         host=file.host,
         clock_error_ns=0 if recorded is None else recorded.clock_error_ns,
@@ -106,20 +115,16 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         samples=NOTHING if recorded is None else _list_samples(recorded),
         collections=UNSCHEDULED if recorded is None else _list_collections(recorded),
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
-        is_light=loop is not None,
+        is_light=is_light and not has_kernels,
+        blocked=unite(loop.get(WAITING, NOTHING)),
+        searches=unite(loop.get(SEARCHING, NOTHING)),
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
+        reducers=() if recorded is None else tuple(recorded.reducers),
+        cpu_ns=0 if recorded is None else recorded.cpu_ns,
+        cores=0 if recorded is None else recorded.cores,
     )
-    if loop is not None and recorded is not None:
-        trace = replace(
-            trace,
-            blocked=unite(as_spans(loop.get(WAITING, ()))),
-            searches=unite(as_spans(loop.get(SEARCHING, ()))),
-            reducers=tuple(recorded.reducers),
-            cpu_ns=recorded.cpu_ns,
-            cores=recorded.cores,
-        )
     return move_trace(trace, -ahead)
 
 
@@ -159,28 +164,18 @@ def _list_scheduling(recorded: Recorded) -> NDArray[np.int64]:
     return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
-def _list_annotations(file: TraceFile, spans: Spans, tops: NDArray[np.intp]) -> tuple[Spans, Spans]:
-    """Return the spans of loaders and of optimizers on the thread of the training loop."""
-    tops = tops[np.isin(file.threads[tops], _find_main_threads(file))]
-    kinds = file.kinds[tops]
-    return unite(spans[tops[kinds == EventKind.DATA]]), unite(spans[tops[kinds == EventKind.OPTIMIZER]])
-
-
-def _find_nesting(file: TraceFile, order: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the host's events that are in no other event of their thread, and those that contain none."""
-    is_top, is_leaf = np.zeros(len(order), dtype=bool), np.zeros(len(order), dtype=bool)
-    # Marks and steps contain the others; gloo's spans belong to no thread's calls.
-    nests = ~np.isin(file.kinds, (EventKind.COLLECTIVE, EventKind.KERNEL, EventKind.STEP, EventKind.MARKED))
-    chosen = order[nests[order]]
-    if not len(chosen):
-        return is_top, is_leaf
-    begins, ends, threads = file.begins_ns[chosen], file.ends_ns[chosen], file.threads[chosen]
-    is_new = np.concatenate(([True], threads[1:] != threads[:-1]))
-    is_leaf[chosen] = np.concatenate((is_new[1:] | (begins[1:] >= ends[:-1]), [True]))
-    for first, last in _runs(is_new):
-        reach = np.maximum.accumulate(ends[first:last])
-        is_top[chosen[first:last]] = np.concatenate(([True], begins[first + 1 : last] >= reach[:-1]))
-    return is_top, is_leaf
+def _find_tops(file: TraceFile, main: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return the events on the loop's threads that are in no other one, by time."""
+    kinds = EventKind.CALL, EventKind.COLLECTIVE, EventKind.KERNEL, EventKind.STEP, EventKind.ENTRY
+    chosen = np.flatnonzero(main & ~np.isin(file.kinds, kinds))
+    found = []
+    for thread in np.unique(file.threads[chosen]):
+        own = chosen[file.threads[chosen] == thread]
+        own = own[np.lexsort((-file.ends_ns[own], file.begins_ns[own]))]
+        reach = np.maximum.accumulate(file.ends_ns[own])
+        found.append(own[np.concatenate(([True], file.begins_ns[own][1:] >= reach[:-1]))])
+    tops = np.concatenate(found) if found else chosen
+    return tops[np.argsort(file.begins_ns[tops], kind="stable")]
 
 
 def _runs(is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
@@ -214,41 +209,6 @@ def _find_steps(file: TraceFile, spans: Spans) -> tuple[TracedStep, ...]:
 # ---- phases
 
 
-def _find_phases(
-    file: TraceFile, spans: Spans, tops: NDArray[np.intp], collectives: Sequence[TracedCollective]
-) -> dict[str, Spans]:
-    """Return the spans of each phase.
-
-    Args:
-        file: all events.
-        spans: theirs.
-        tops: events of the host that are in no other one, by thread and time.
-        collectives: of the rank.
-    """
-    found: dict[str, list[Spans]] = defaultdict(list)
-    marked = np.flatnonzero(file.kinds == EventKind.MARKED)
-    for name in {file.names[i] for i in marked}:
-        phase = name.removeprefix(MARK)
-        if phase in PHASES:
-            found[phase].append(spans[[i for i in marked if file.names[i] == name]])
-    tops = tops[np.isin(file.threads[tops], _find_main_threads(file))]
-    tops = tops[np.argsort(file.begins_ns[tops], kind="stable")]
-    kinds = file.kinds[tops]
-    found[DATA].append(spans[tops[kinds == EventKind.DATA]])
-    found[OPTIMIZER].append(spans[tops[kinds == EventKind.OPTIMIZER]])
-    found[READING].append(_join_runs(spans[tops], kinds == EventKind.ITEM))
-    # Calls that issue collectives belong to whatever is around them.
-    tops = tops[kinds != EventKind.CALL]
-    for phase, hulls in _divide_runs(spans[tops], file.kinds[tops]).items():
-        if phase == BACKWARD and not len(marked):
-            found[BACKWARD].append(_extend(hulls, spans[tops], collectives))
-        elif phase == FORWARD and len(marked):
-            found[FORWARD].append(_extend_forward(unite(*found[FORWARD]), hulls))
-        elif phase != BACKWARD:
-            found[phase].append(hulls)
-    return {name: unite(*parts) for name, parts in found.items()}
-
-
 def _find_main_threads(file: TraceFile) -> list[int]:
     """Return the thread of the training loop, and those that run backwards."""
     loop = np.isin(file.kinds, (EventKind.OPTIMIZER, EventKind.DATA, EventKind.STEP))
@@ -260,38 +220,41 @@ def _find_main_threads(file: TraceFile) -> list[int]:
 
 
 _LOOP = {
-    EventKind.OPERATOR: FORWARD,
-    EventKind.ANNOTATION: FORWARD,
-    EventKind.ITEM: FORWARD,
     EventKind.WRAPPER: BACKWARD,
+    EventKind.ENDING: BACKWARD,
     EventKind.OPTIMIZER: OPTIMIZER,
     EventKind.DATA: DATA,
 }
 
 
-def _divide_runs(tops: Spans, kinds: NDArray[np.int8]) -> dict[str, Spans]:
-    """Return the spans of forward, backward and optimizer by the order of what the training loop does.
+def _divide_runs(tops: Spans, kinds: NDArray[np.int8], entries: NDArray[np.int64]) -> dict[str, Spans]:
+    """Return the spans of forward and backward by the order of what the training loop does.
 
-    Operators before a backward are forward and loss. Those between a backward and the optimizer, such as
-    clipping, belong to the optimizer.
+    Operators before a backward are forward and loss, from the first layer on. Others are a forward only with
+    a layer, as in an evaluation. What follows a backward up to its ending belongs to it.
+
+    Args:
+        tops: of the loop's events, by time.
+        kinds: theirs.
+        entries: the begins of layers, and of modules that DDP and FSDP wrap.
     """
-    if not len(tops):
-        return {}
-    names = [FORWARD, BACKWARD, OPTIMIZER, DATA]
-    numbers = np.zeros(max(EventKind) + 1, dtype=np.int8)
-    for kind, name in _LOOP.items():
-        numbers[kind] = names.index(name)
-    phases = numbers[kinds]
-    runs = list(_runs(np.concatenate(([True], phases[1:] != phases[:-1]))))
-    order = [names[phases[first]] for first, _ in runs]
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for place, (first, last) in enumerate(runs):
-        phase = order[place]
-        if phase == FORWARD and order[place - 1 : place] == [BACKWARD]:
-            phase = OPTIMIZER if order[place + 1 : place + 2] == [OPTIMIZER] else FORWARD
-        if phase != DATA:
-            found[phase].append((int(tops[first, 0]), int(tops[first:last, 1].max())))
-    return {phase: as_spans(pairs) for phase, pairs in found.items()}
+    found: dict[str, list[tuple[int, int]]] = {FORWARD: [], BACKWARD: []}
+    names = [_LOOP.get(EventKind(kind), FORWARD) for kind in kinds.tolist()]
+    firsts = [place for place, name in enumerate(names) if names[place - 1 : place] != [name]]
+    order = ["", *(names[first] for first in firsts), ""]
+    for place, (first, last) in enumerate(itertools.pairwise([*firsts, len(names)])):
+        begin, end = int(tops[first, 0]), int(tops[first:last, 1].max())
+        before, phase, after = order[place : place + 3]
+        if phase == BACKWARD:
+            found[BACKWARD].append((begin, end))
+        elif before == after == BACKWARD and kinds[last] == EventKind.ENDING:
+            found[BACKWARD].append((int(tops[first - 1, 0]), int(tops[last, 1])))
+        elif phase == FORWARD:
+            since = int(tops[first - 1, 1]) if first else begin
+            own = entries[(since <= entries) & (entries < end)]
+            if len(own) or after == BACKWARD:
+                found[FORWARD].append((int(own[0]) if len(own) else begin, end))
+    return {phase: unite(as_spans(pairs)) for phase, pairs in found.items()}
 
 
 def _join_runs(spans: Spans, is_in: NDArray[np.bool_]) -> Spans:
@@ -301,14 +264,6 @@ def _join_runs(spans: Spans, is_in: NDArray[np.bool_]) -> Spans:
     is_new = np.concatenate(([True], is_in[1:] != is_in[:-1]))
     runs = [(first, last) for first, last in _runs(is_new) if is_in[first]]
     return as_spans((int(spans[a, 0]), int(spans[a:b, 1].max())) for a, b in runs)
-
-
-def _extend_forward(marked: Spans, hulls: Spans) -> Spans:
-    """Return forwards up to the last operator that follows without a break: the loss."""
-    return as_spans(
-        (begin, max(end, *(int(last) for first, last in hulls.tolist() if first < end and begin < last), end))
-        for begin, end in marked.tolist()
-    )
 
 
 def _extend(backward: Spans, tops: Spans, collectives: Sequence[TracedCollective]) -> Spans:
@@ -325,6 +280,23 @@ def _extend(backward: Spans, tops: Spans, collectives: Sequence[TracedCollective
         following = int(tops[place, 0]) if place < len(tops) else end
         extended.append((begin, max(end, min(max(own, default=end), following))))
     return as_spans(extended)
+
+
+def _find_waits(gaps: Spans, collectives: Sequence[TracedCollective]) -> Spans:
+    """Return the part of gaps between operators in which the loop waited: until a collective ended there.
+
+    gloo's thread wakes the loop before it notes its own end.
+    """
+    by_end = sorted(collectives, key=lambda part: part.end_ns)
+    ends = [part.end_ns for part in by_end]
+    found = []
+    for begin, end in gaps.tolist():
+        last = end + _LATE_NS + (end - begin) // 10
+        ended = by_end[bisect_right(ends, begin) : bisect_right(ends, last)]
+        if ended:
+            issued = min(part.issued_ns for part in ended)
+            found.append((max(begin, issued), min(end, ended[-1].end_ns)))
+    return unite(as_spans(found))
 
 
 # ---- collectives

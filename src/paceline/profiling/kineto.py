@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.profiling.parts import TextTooLongError, decode_parts
-from paceline.profiling.rank.marks import MARK, METADATA
+from paceline.profiling.rank.loop import METADATA
 from paceline.profiling.trace import Reducer
 from paceline.reading import open_file
 
@@ -37,7 +37,7 @@ class EventKind(IntEnum):
 
     OPERATOR = 1
     WRAPPER = 2
-    """Of an operator in backward; it contains the operators that compute."""
+    """Of an operator in backward; it contains the operators that compute, and code of hooks."""
     ITEM = 3
     CALL = 4
     """The call that issues a collective on CPU."""
@@ -47,9 +47,15 @@ class EventKind(IntEnum):
     OPTIMIZER = 7
     DATA = 8
     STEP = 9
-    MARKED = 10
-    ANNOTATION = 11
-    REPLAY = 12
+    FUNCTION = 10
+    """Of autograd, in Python: unlike an operator, it may contain anything."""
+    ENTRY = 11
+    """The forward of a module that torch's DDP or FSDP wraps."""
+    LAYER = 13
+    """An operator that few call outside of a module's forward."""
+    ENDING = 12
+    """What DDP or FSDP do at the end of a backward, after their collectives."""
+    REPLAY = 14
     """The launch of a CUDA graph; what it runs was recorded before, and has no operators."""
 
 
@@ -67,7 +73,7 @@ class Recorded:
         host: identifies the machine and its start.
         partial: a sentence on why steps are missing; empty if none is.
         members: the global ranks of the rank's process groups, by name.
-        loop: spans of the training loop by phase, and of its waiting, if no operators were recorded.
+        loop: spans of the training loop by phase, and of its waiting.
         samples: of the training loop: instant and number of a place.
         collections: of garbage: begin, end and number of a place.
         places: file, line, function and module.
@@ -355,18 +361,25 @@ _OPERATORS: tuple[tuple[str, EventKind | None], ...] = (
     ("c10d::", EventKind.CALL),
     ("record_param_comms", None),
     ("nccl:", None),
+    ("_c10d_functional::", None),  # issues or waits; the call that it makes is an event of its own
+    ("torch.distributed.ddp.reducer::copy_bucket_to_grad", EventKind.ENDING),
     ("aten::item", EventKind.ITEM),
+    ("aten::linear", EventKind.LAYER),
+    ("aten::conv", EventKind.LAYER),
+    ("aten::embedding", EventKind.LAYER),
     ("", EventKind.OPERATOR),
 )
 _ANNOTATIONS: tuple[tuple[str, EventKind | None], ...] = (
     ("gloo:", EventKind.COLLECTIVE),
     ("nccl:", None),  # the host's side; the kernel is what counts
-    (MARK, EventKind.MARKED),
     ("Optimizer.", EventKind.OPTIMIZER),
     ("enumerate(DataLoader)", EventKind.DATA),
     ("ProfilerStep#", EventKind.STEP),
-    ("PyTorch Profiler", None),
-    ("", EventKind.ANNOTATION),
+    ("DistributedDataParallel.forward", EventKind.ENTRY),
+    ("FSDP::root_pre_forward", EventKind.ENTRY),
+    ("FSDP::pre_forward", EventKind.ENTRY),
+    ("FSDP::root_post_backward", EventKind.ENDING),
+    # A script names its annotations as it likes, and may put one around all of its loop.
 )
 _KERNELS: tuple[tuple[str, EventKind | None], ...] = (("nccl", EventKind.COLLECTIVE), ("", EventKind.KERNEL))
 _LAUNCHES: tuple[tuple[str, EventKind | None], ...] = (
@@ -387,5 +400,5 @@ _CATEGORIES: dict[str, tuple[tuple[str, EventKind | None], ...]] = {
 def _classify(category: str, name: str) -> EventKind | None:
     for beginning, kind in _CATEGORIES.get(category.lower(), ()):
         if name.startswith(beginning):
-            return kind
+            return EventKind.FUNCTION if kind == EventKind.OPERATOR and "::" not in name else kind
     return None

@@ -1,4 +1,4 @@
-"""Builds the phases and the computation of a rank for which no operators were recorded.
+"""Builds the phases and the computation of a rank's training loop.
 
 The recorder notes forwards, backwards, garbage collection and waiting by hooks; loaders and optimizers are
 annotations of torch. Two gaps belong to a phase: from a forward to the backward that follows, which is the
@@ -10,14 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from paceline.profiling.intervals import Spans, as_spans, subtract, unite
-from paceline.profiling.rank.marks import WAITING
+from paceline.profiling.intervals import NOTHING, Spans, as_spans, subtract, unite
+from paceline.profiling.rank.loop import WAITING
 from paceline.profiling.trace import BACKWARD, COLLECTION, DATA, FORWARD, OPTIMIZER
 
 
-def divide_loop(
-    loop: Mapping[str, Sequence[tuple[int, int]]], data: Spans, optimizer: Spans
-) -> tuple[dict[str, Spans], Spans]:
+def divide_loop(loop: Mapping[str, Spans], data: Spans, optimizer: Spans) -> tuple[dict[str, Spans], Spans]:
     """Return the spans of each phase, and those of computation.
 
     Args:
@@ -25,8 +23,9 @@ def divide_loop(
         data: of the loaders.
         optimizer: of the optimizers, which may have several parts in a step.
     """
-    forward, backward = (unite(as_spans(loop.get(name, ()))) for name in (FORWARD, BACKWARD))
-    collection = unite(as_spans(loop.get(COLLECTION, ())))
+    forward, backward, collection, waiting = (
+        unite(loop.get(name, NOTHING)) for name in (FORWARD, BACKWARD, COLLECTION, WAITING)
+    )
     begins = sorted(int(begin) for spans in (data, forward, backward, optimizer) for begin in spans[:, 0])
     forward = unite(forward, _find_gaps(forward, backward, begins))
     optimizer = unite(optimizer, _find_gaps(backward, optimizer, begins))
@@ -37,8 +36,7 @@ def divide_loop(
         OPTIMIZER: optimizer,
         COLLECTION: collection,
     }
-    waiting = unite(as_spans(loop.get(WAITING, ())), data)
-    return phases, subtract(unite(forward, backward, optimizer), waiting)
+    return phases, subtract(unite(forward, backward, optimizer), unite(waiting, data))
 
 
 def _find_gaps(spans: Spans, following: Spans, begins: Sequence[int]) -> Spans:

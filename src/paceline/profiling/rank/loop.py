@@ -23,6 +23,12 @@ from paceline.profiling.rank.sampler import LEAST_GENERATION
 from paceline.torch_seams.profiling import allow_global_hooks, describe_reducer, note_searches, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
+METADATA = "paceline"
+"""The key of a trace's own table for what the recorder knows beside the events."""
+WAITING = "waiting"
+"""The key of the loop's waiting in the table of a recording, beside the names of phases."""
+SEARCHING = "searching"
+"""The key of DDP's preparations for a backward, likewise."""
 Span = tuple[int, int]
 
 _current: LoopTimes | None = None
@@ -88,7 +94,9 @@ class LoopTimes:
         """End the search: from now on, only the modules found so far have hooks."""
         self._remove_hooks()
         self._depth = 0
-        for module in self._seen:
+        # A script may call the module that DDP wraps by itself, as in an evaluation.
+        wrapped = [getattr(module, "module", None) for module in self._seen]
+        for module in {*self._seen, *(each for each in wrapped if isinstance(each, self._torch.nn.Module))}:
             with suppress(Exception):  # a model with a named_modules of its own
                 for name, part in module.named_modules():
                     self.names.setdefault(id(part), name.removeprefix("module."))

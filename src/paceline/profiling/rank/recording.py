@@ -1,8 +1,8 @@
 """Records consecutive steps of a rank, light or full, and writes them as one file.
 
-Light: torch's profiler sees collectives and annotations (optimizer steps, loaders) and no operator; the
-loop's phases are noted by hooks on the outermost modules and around backward. Full: it sees every operator.
-Both read the collectives' groups, numbers and lines from the Flight Recorder, and sample the loop's lines.
+Light: torch's profiler sees collectives and annotations (optimizer steps, loaders) and no operator. Full: it
+sees every operator. Both note the loop's phases by hooks on the outermost modules and around backward, sample
+the loop's lines, and read the collectives' groups, numbers and lines from the Flight Recorder.
 
 A step passes between start and first recorded step, since ranks start at different times.
 """
@@ -21,8 +21,7 @@ from typing import Any
 
 from paceline.own_code import is_own
 from paceline.profiling.elements import count_bytes
-from paceline.profiling.rank.loop import LoopTimes
-from paceline.profiling.rank.marks import METADATA, SEARCHING, WAITING, PhaseMarks
+from paceline.profiling.rank.loop import METADATA, SEARCHING, WAITING, LoopTimes
 from paceline.profiling.rank.sampler import LineSampler, Place
 from paceline.torch_seams.profiling import (
     RecordedCall,
@@ -67,15 +66,11 @@ class Recording:
         self._cpu_begin_ns = self._cpu_ns = 0
         self._profiler = build_profiler(torch, has_shapes=not is_full)
         self._sampler = LineSampler(torch)
-        self._loop: LoopTimes | None = None
-        self._marks: PhaseMarks | None = None
-        if not is_full and start_light(torch, self._profiler):
-            self._loop = LoopTimes(torch, on_forward, self._sampler.note_scheduling)
-        else:
+        if is_full or not start_light(torch, self._profiler):
             if not is_full:
                 self._profiler = build_profiler(torch)
             start_profiler(self._profiler)
-            self._marks = PhaseMarks(torch, on_forward)
+        self._loop = LoopTimes(torch, on_forward, self._sampler.note_scheduling)
         self._forget_transfers = note_transfers(self._note_transfer)
         self._began_ns = time.time_ns()
 
@@ -92,8 +87,7 @@ class Recording:
 
     def settle(self) -> None:
         """End the passing step."""
-        if self._loop is not None:
-            self._loop.keep_outermost()
+        self._loop.keep_outermost()
         self._cpu_begin_ns = time.process_time_ns()
         self._num_steps = min(self._num_steps, count_steps_that_fit(len(read_collectives(self._began_ns))))
 
@@ -134,10 +128,7 @@ class Recording:
 
     def _remove(self) -> None:
         self._sampler.end()
-        for marks in (self._marks, self._loop):
-            if marks is not None:
-                marks.remove()
-        self._marks = None
+        self._loop.remove()
         self._forget_transfers()
 
     def _describe_missing(self) -> str:
@@ -158,8 +149,8 @@ class Recording:
     def _describe(self) -> dict[str, Any]:
         """Return the table that `kineto.Recorded` reads."""
         calls = read_collectives(self._began_ns)
-        places = self._sampler.name_places({} if self._loop is None else self._loop.names)
-        table: dict[str, Any] = {
+        places = self._sampler.name_places(self._loop.names)
+        return {
             "steps": self.steps,
             "partial": self._describe_missing(),
             "members": list_members(),
@@ -173,19 +164,17 @@ class Recording:
             "collections": self._sampler.collections,
             "places": places,
             "scheduling": sorted(self._sampler.scheduling),
-        }
-        if self._loop is not None:
-            table["loop"] = {
+            "loop": {
                 "forward": self._loop.forwards,
                 "backward": self._loop.backwards,
                 "garbage collection": self._loop.collections,
                 WAITING: self._loop.waits,
                 SEARCHING: self._loop.searches,
-            }
-            table["reducers"] = self._loop.list_reducers()
-            table["cpu_ns"] = self._cpu_ns
-            table["cores"] = count_cores()
-        return table
+            },
+            "reducers": self._loop.list_reducers(),
+            "cpu_ns": self._cpu_ns,
+            "cores": count_cores(),
+        }
 
 
 def count_cores() -> float:
