@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from paceline.profiling.advice.advice import SettingAdvice, fit_cost
 from paceline.profiling.advice.all import find_advice
 from paceline.profiling.analysis import analyse
 from paceline.profiling.judge import judge_profile
-from paceline.profiling.trace import BACKWARD, FORWARD, OPTIMIZER, RankTrace, Reducer
+from paceline.profiling.trace import BACKWARD, CORE, FORWARD, OPTIMIZER, RankTrace, Reducer
 from tests.profiling.programs import (
     HERE,
     MS,
@@ -58,7 +59,7 @@ def test_workers_hide_loading(num_ranks: int, data_ms: int, seed: int, is_one_ra
 
         return step
 
-    before = run(program(0), num_ranks=num_ranks, seed=seed)
+    before = run(program(0), num_ranks=num_ranks, seed=seed, cores=1.0)
     advice = advise(before)["PL917"]
     assert advice.setting == "num_workers"
     assert isinstance(advice.value, int)
@@ -69,11 +70,20 @@ def slow(rank: int, number: int, random: Random) -> Sequence[Action]:
     return take_step(random, data=60 * MS)
 
 
+def late_in_turn(rank: int, number: int, random: Random) -> Sequence[Action]:
+    late = 40 * MS if number % 2 == rank else 0
+    return take_step(random, data=MS, forward=MS + late)
+
+
 def test_workers_are_not_advised_where_they_do_not_help() -> None:
-    assert "PL917" in advise(run(slow))
-    assert "PL917" not in advise(run(slow, is_loader_inline=False))
+    assert "PL917" in advise(run(slow, cores=1.0))
+    # Nothing is promised where it is not known what the cores did, as in traces of others.
+    assert "PL917" not in advise(run(slow))
+    assert "PL917" not in advise(run(slow, cores=1.0, is_loader_inline=False))
     # Loading computes, and the cores are busy with the step already.
     assert "PL917" not in advise(run(slow, cpu_ns=6 * 95 * MS, cores=1.0))
+    # Nor is more promised than all of the loading: ranks that are late in turn stay so.
+    assert "PL917" not in advise(run(late_in_turn, cores=1.0))
     half = advise(run(slow, cpu_ns=6 * 95 * MS, cores=1.5))["PL917"]
     assert half.step_ns == pytest.approx(95 / 1.5 * MS, rel=0.05)
 
@@ -259,3 +269,16 @@ def test_costs_are_fitted() -> None:
     assert fit_cost([0, 100, 200], [10.0, 20.0, 30.0]) == pytest.approx((10.0, 0.1))
     assert fit_cost([100, 101], [10.0, 30.0]) == (20.0, 0.0)
     assert fit_cost([1, 100, 200], [30.0, 20.0, 10.0]) == (20.0, 0.0)
+
+
+def test_equal_work_is_advised_only_where_work_differed() -> None:
+    """Ranks that are late in turn, once by their forward and once because others had the cores."""
+    profile = replace(analyse(run(late_in_turn)), blames=())
+    assert profile.usual_delay == FORWARD
+    moves = {
+        phase: next(f.fix for f in judge_profile(replace(profile, usual_delay=phase)) if f.code == "PL910")
+        for phase in (FORWARD, CORE)
+    }
+    assert "equal work" in moves[FORWARD]
+    assert "equal work" not in moves[CORE]
+    assert "fewer threads" in moves[CORE]

@@ -39,11 +39,11 @@ dist.destroy_process_group()
 WRAP = "model = nn.parallel.DistributedDataParallel(model)"
 
 
-def start(folder: Path, text: str) -> subprocess.Popen[str]:
+def start(folder: Path, text: str, *flags: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(text)
     words = ["--nproc-per-node", "2", "--out", str(folder / "traces"), "--from", "5", "--steps", "5000"]
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline", "profile", *words, "script.py"],
+        [sys.executable, "-m", "paceline", "profile", *words, *flags, "script.py"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -97,6 +97,22 @@ def test_a_job_without_an_optimizer_step_is_one_message(tmp_path: Path) -> None:
     assert error.count("[PL") == 1
     assert "no rank has recorded a step" in error
     assert "[PL907]" in error
+
+
+@pytest.mark.parametrize(
+    ("then", "codes"),
+    [
+        ("torch.profiler.profile().__enter__(); optimizer.step()", {"PL924"}),
+        ("if rank == 0: dist.barrier()\n    time.sleep(1000)", {"PL800"}),
+    ],
+    ids=["PL924", "a hang"],
+)
+def test_the_reason_without_a_recording_is_the_only_one(then: str, codes: set[str], tmp_path: Path) -> None:
+    """Neither a rank that could not record nor a hang is told to run longer."""
+    text = SCRIPT.format(wrap="", steps=8, then=then).replace("        print", "        print")
+    job = start(tmp_path, text, "--hang-after", "4")
+    _, error = job.communicate(timeout=120)
+    assert set(re.findall(r"PL9\d\d|PL8\d\d", error)) == codes, error
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["light", "full"])

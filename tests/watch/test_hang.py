@@ -522,6 +522,35 @@ def test_uneven_batches() -> None:
     )
 
 
+def test_a_call_that_was_left_out_is_named_by_the_lines_that_follow() -> None:
+    """Rank 1 has left out one of two calls of an iteration, and reaches the end one call early."""
+    lines = [7, 9] * 5
+    job = Job(2)
+    job.waits(0, *(call(n, at=line, done=n < 10) for n, line in enumerate(lines, 1)))
+    fewer = [call(n, at=line, done=True) for n, line in enumerate(lines[:5] + lines[6:], 1)]
+    job.is_in(1, user(12), calls=fewer)
+    (only,) = explain(job, LOOP).more
+    assert only == ("Likely cause: rank 1 left out the call at /job/train.py:9, which is number 6 on rank 0.")
+
+
+def test_a_rank_that_left_the_loop_is_no_matter_of_groups() -> None:
+    text = "for batch in loader:\n    step(batch)\n    if rank == 0 and late:\n        break\nevaluate()\n"
+    job = Job(2)
+    job.waits(0, call(4, at=[user(2, "<module>")], group="dp"))
+    job.waits(1, call(4, at=[user(5, "<module>")], group="world"))
+    verdict = explain(job, text)
+    assert verdict.code == "PL802"
+    assert "rank 1 left the loop at /job/train.py:1 earlier" in verdict.more[0]
+
+
+def test_no_line_is_blamed_that_nobody_is_known_to_have_run() -> None:
+    text = "with model.no_sync():\n    train()\nloss.backward()\ndist.barrier()\n"
+    job = Job(2)
+    job.waits(0, call(3, at=[user(3, "<module>")], inside=BACKWARD))
+    job.waits(1, call(3, "barrier", at=[user(4, "<module>")], sizes=()))
+    assert "train.py:1" not in " ".join(explain(job, text).more)
+
+
 def test_a_return_and_a_swallowed_exception() -> None:
     job = Job(2)
     job.waits(0, call(1, at=[user(7, "train")], inside=BACKWARD))

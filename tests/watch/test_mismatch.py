@@ -127,7 +127,7 @@ def test_early_stopping_is_found_in_the_source() -> None:
     assert verdict.code == "PL802"
     assert verdict.more == (
         "Likely cause: rank 0 left the loop at /job/train.py:2 earlier, by "
-        "`if stopping.should_stop(loss):` (/job/train.py:6) with `break`.",
+        "`if stopping.should_stop(loss):` (/job/train.py:6) with `break` or at its end.",
     )
 
 

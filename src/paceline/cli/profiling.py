@@ -125,14 +125,21 @@ def refuse_recording(args: argparse.Namespace) -> None:
 
 
 def forget_recording(args: argparse.Namespace) -> None:
-    """Remove the folder of a job that ended by a user's mistake, if it is empty: the mistake is reported."""
+    """Remove the folder of a job that has failed, if it is empty: what ended the job is reported."""
     if args.profile is not None:
         with suppress(OSError):
             args.profile.rmdir()
 
 
-def print_recording(args: argparse.Namespace) -> None:
-    """Print the report on a job on standard error, since its own output is on standard output."""
+def print_recording(args: argparse.Namespace, *, has_failed: bool) -> None:
+    """Print the report on a job on standard error, since its own output is on standard output.
+
+    Args:
+        args: the flags.
+        has_failed: whether a message has said already why the job has ended.
+    """
+    if has_failed:
+        forget_recording(args)
     if args.profile is not None and args.profile.is_dir():
         text, table = describe_recording(args)
         print(json.dumps({"profile": table}) if args.json else text, file=sys.stderr, flush=True)
@@ -150,11 +157,15 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], boo
     """Return the report on what was recorded last, for people and for programs, and whether it has findings.
 
     Raises:
-        PacelineError: PL907 if there is no trace, PL908 if the page cannot be written, and as `analyse`.
+        PacelineError: PL907 if there is no trace, PL924 if a rank could not record, PL908 if the page cannot
+            be written, and as `analyse`.
     """
-    from paceline.profiling.launcher import list_recordings
+    from paceline.profiling.launcher import FAILURES, list_recordings
+    from paceline.profiling.rank.recorder import failure_error
 
     recordings = list_recordings(args.profile)
+    for path in sorted(args.profile.glob(FAILURES)) if not recordings else ():
+        raise failure_error(path.stem.replace("-", " "), path.read_text(encoding="utf-8"))
     if not recordings:
         raise PacelineError(
             "PL907",

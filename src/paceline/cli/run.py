@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         _print_end(args, as_table(error), with_places(error))
         code = error.exit_code
         forget_recording(args)
-    print_recording(args)
+    print_recording(args, has_failed=code != 0)
     # All files and processes are closed. Python's normal exit, with torch loaded, would delay the shell's
     # prompt, and the agent's thread may be waiting in torch for a lost node.
     sys.stdout.flush()

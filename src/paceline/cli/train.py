@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             watcher=watcher,
         )
     except BaseException:
-        print_recording(args)
+        print_recording(args, has_failed=True)
         raise
     return _report(recipe, results[0], nproc, args)
 

@@ -87,6 +87,7 @@ class Profile:
         steps: the numbers of the steps that all of these have.
         rows: one per rank and step.
         blames: who kept others waiting, and with what, the worst first.
+        usual_delay: the phase in which late ranks took longer most, whoever was late; empty if unknown.
         num_matched: collectives found on at least two ranks.
         num_unmatched: parts of collectives found on one rank only, in the common steps.
         num_uncertain: waits that are shorter than the error of the clocks.
@@ -108,6 +109,7 @@ class Profile:
     slowdown: float | None
     remarks: tuple[str, ...] = field(default=())
     is_light: bool = False
+    usual_delay: str = ""
 
     def step_ns(self, step: int) -> int:
         """Return the duration of a step: that of the rank that took longest."""
@@ -196,6 +198,7 @@ def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Pr
             [trace.rank for trace in traces],
             f"{num_unlike} collectives of the same group and number are different operations",
         )
+    blames, usual_delay = find_blame(traces, matched, waits, sorted(numbers))
     rows = []
     for trace in traces:
         chosen = [step for step in trace.steps if step.number in numbers]
@@ -205,7 +208,8 @@ def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Pr
         ranks=tuple(trace.rank for trace in traces),
         steps=tuple(sorted(numbers)),
         rows=tuple(rows),
-        blames=find_blame(traces, matched, waits, sorted(numbers)),
+        blames=blames,
+        usual_delay=usual_delay,
         num_matched=len(matched),
         num_unmatched=_count_unmatched(traces, matched, numbers),
         num_uncertain=sum(

@@ -131,8 +131,10 @@ def find_blame(
     matched: Sequence[MatchedCollective],
     waits: Mapping[int, Sequence[Waiting]],
     numbers: Sequence[int],
-) -> tuple[Blame, ...]:
-    """Return the causes that cost at least `LEAST_SHARE` of a step, the worst first.
+) -> tuple[tuple[Blame, ...], str]:
+    """Return the causes that cost at least `LEAST_SHARE` of a step, the worst first, and what late ranks did.
+
+    The second is the phase that explains most of all waiting, whoever was late; empty if none does.
 
     Args:
         traces: of all ranks.
@@ -169,11 +171,15 @@ def find_blame(
                 gained.add((last, phase), step, rank, gain)
     mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
     found = _choose(lost, gained, mean_ns, numbers, len(traces))
+    totals: dict[str, int] = defaultdict(int)
+    for (_, phase), by_step in lost.items():
+        totals[phase] += sum(sum(by.values()) for by in by_step.values()) if phase != WAITING else 0
+    usual = max(totals, key=lambda phase: totals[phase], default="")
     by_rank, divided = (
         {trace.rank: trace for trace in traces},
         {rank: own.parts for rank, own in times.items()},
     )
-    return tuple(
+    blames = tuple(
         replace(
             blame,
             place=find_line(
@@ -187,6 +193,7 @@ def find_blame(
         )
         for blame in found
     )
+    return blames, usual
 
 
 class _Costs(defaultdict[tuple[int, str], dict[int, dict[int, int]]]):

@@ -34,6 +34,7 @@ _MOVES = {
     CORE: "Give ranks fewer threads or workers, or stop other programs: all cores were in use.",
     HOST: "Look for Python code that only that rank runs between the phases, such as logging or saving.",
 }
+_UNKNOWN = "Record with `paceline profile`, which shows what they do longer."
 _WORDS = {
     DATA: "its data loader",
     READING: "reading values of tensors (.item())",
@@ -142,7 +143,10 @@ def _choose_move(profile: Profile, advice: Sequence[SettingAdvice]) -> str:
     if profile.waiting_share > profile.exposed_share / 2:
         if profile.blames:
             return f"Speed up {name_ranks([profile.blames[0].rank])} first (PL913)."
-        return "Give all ranks equal work: no rank is always the last, so batches of equal cost help most."
+        if profile.usual_delay in (FORWARD, BACKWARD):
+            return "Give all ranks equal work: they are late in turn, as with batches of unequal cost."
+        late = f", mostly by {describe_phase(profile.usual_delay)}" if profile.usual_delay else ""
+        return f"The ranks are late in turn{late}. {_MOVES.get(profile.usual_delay, _UNKNOWN)}"
     best = next((each for each in advice if each.code != _BLAMED), None)
     if best is None:
         return "Give each reduction more to compute: a larger microbatch, or several with one reduction."

@@ -13,6 +13,7 @@ from paceline.profiling.rank.begin import SETTINGS
 from paceline.profiling.rank.recorder import RecordSettings
 
 PATTERN = "rank-*.json"
+FAILURES = "rank-*.failed"
 # Of recordings that are repeated; see `RecordSettings.every`.
 _FOLDERS = "step-*"
 
@@ -25,7 +26,7 @@ def prepare_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        found = sorted((*path.glob(PATTERN), *path.glob(_FOLDERS)))
+        found = sorted((*path.glob(PATTERN), *path.glob(FAILURES), *path.glob(_FOLDERS)))
     except OSError as error:
         raise _folder_error(path, f"cannot be made: {error.strerror}") from None
     if found:

@@ -7,6 +7,7 @@ from statistics import median
 
 from paceline.phrases import name_ranks
 from paceline.profiling.advice.advice import RecordedJob, SettingAdvice
+from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import as_spans, unite
 from paceline.profiling.lines import add_samples
 from paceline.profiling.trace import (
@@ -76,8 +77,10 @@ def advise_rarer(recorded: RecordedJob) -> SettingAdvice | None:
         steps = use.steps
         waits = use.waiting
         hosts = [row.phases[HOST] for row in recorded.profile.rows if row.rank == use.trace.rank]
+        cores = CoreTime(use.trace.scheduling)  # a rank without a core runs no code
         hosts = [
-            host - waits.measure(step.begin_ns, step.end_ns) for host, step in zip(hosts, steps, strict=True)
+            host - waits.measure(step.begin_ns, step.end_ns) - cores.measure_delay(step.begin_ns, step.end_ns)
+            for host, step in zip(hosts, steps, strict=True)
         ]
         usual, length = median(hosts), median(step.end_ns - step.begin_ns for step in steps)
         extra = {

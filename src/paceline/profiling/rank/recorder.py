@@ -202,7 +202,10 @@ class StepRecorder:
         except Exception as error:
             self.is_done = True
             self.failure = f"{type(error).__name__}: {error}"
-            log.warning("%s", _failure_error(self._rank, self.failure))
+            log.warning("%s", failure_error(f"rank {self._rank}", self.failure))
+            with suppress(OSError):
+                path = Path(self._settings.folder) / f"rank-{self._rank}.failed"
+                path.write_text(self.failure, encoding="utf-8")
             recording, self._recording = self._recording, None
             if recording is not None:
                 recording.abandon()
@@ -285,10 +288,11 @@ class StepRecorder:
         return measure_clock(self._address)
 
 
-def _failure_error(rank: int, reason: str) -> PacelineError:
+def failure_error(rank: str, reason: str) -> PacelineError:
+    """Return the error for a rank that could not record: PL924."""
     return PacelineError(
         "PL924",
-        saw=f"rank {rank} records no trace: {reason}.",
+        saw=f"{rank} records no trace: {reason}.",
         rule="The training goes on without it, and the report is on the other ranks.",
         fix="Remove the cause, and record again.",
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.frames import is_own
-from paceline.watch.protocol.report import Frame
-from paceline.watch.protocol.words import name_line, pick
+from paceline.watch.protocol.report import Call, Frame
+from paceline.watch.protocol.words import name_line, own_frames, pick, sequence_of
 from paceline.watch.reasoning.source import Loop, Source, SourceSpot
 
 # More clues would be guesses.
@@ -28,12 +28,14 @@ class Side:
         frames: the user's own, innermost first; empty for ranks that have ended.
         is_in_backward: whether autograd issued the call that they are in.
         has_ended: whether their script is over, and nothing killed it.
+        lines: the lines of their collectives in the group in question, by number.
     """
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...] = ()
     is_in_backward: bool = False
     has_ended: bool = False
+    lines: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -52,10 +54,9 @@ def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = Fals
     """
     clues = explain_condition([here.frames, there.frames], source)
     clues += _explain_handler(here, there, source)
+    clues += _explain_shift(here, there)
     is_past = is_apart or _is_later(there, here)
     is_past_backward = here.is_in_backward and is_past and not there.is_in_backward
-    if is_past_backward:
-        clues += _explain_no_sync(there, source)
     if not clues:
         clues += _explain_swallowing(here, there, source)
         clues += _explain_left_loop(here, there, source)
@@ -130,17 +131,6 @@ def _explain_handler(here: Side, there: Side, source: Source) -> list[str]:
     return []
 
 
-def _explain_no_sync(there: Side, source: Source) -> list[str]:
-    for frame in there.frames:
-        spot = source.find_text(frame.file, r"\bno_sync\(")
-        if spot is not None:
-            return [
-                f"Likely cause: {there.name} ran backward under {_quote(spot)} where others did not, and so "
-                "left out the all-reduce of gradients."
-            ]
-    return []
-
-
 def _explain_backward(there: Side) -> str:
     its = pick(there.ranks, "its loss does not", "their losses do not")
     return (
@@ -174,23 +164,55 @@ def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
 
 
 def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
-    """Return the clue that some ranks have left a loop early, or had fewer iterations than the others."""
-    loops = _find_left_loops(here, there, source)
+    """Return the clue that some ranks have left a loop that the others are in.
+
+    By which way they have left, and whether they had fewer iterations or left out a call, nothing shows.
+    """
+    loops = find_left_loops(here, there, source)
     for loop in loops:
         if loop.ways_out:
-            where = name_line(loop.spot.frame)
             listed = " or ".join(f"{_quote(test)} with `{way.text}`" for test, way in loop.ways_out[:2])
-            return [f"Likely cause: {there.name} left the loop at {where} earlier, by {listed}."]
+            return [
+                f"Likely cause: {there.name} left the loop at {name_line(loop.spot.frame)} earlier, "
+                f"by {listed} or at its end."
+            ]
     for loop in reversed(loops):
         if loop.spot.text.startswith(("for", "async for")):
             return [
                 f"Likely cause: {there.name} ran fewer iterations of the loop {_quote(loop.spot)}, as with "
-                "uneven numbers of batches (DistributedSampler, drop_last=True or Join make them even)."
+                "uneven numbers of batches (DistributedSampler, drop_last=True or Join make them even), or "
+                "left out a call in one."
             ]
     return []
 
 
-def _find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
+def list_lines(calls: Iterable[Call], group: str) -> dict[int, tuple[str, int]]:
+    """Return the user's lines of a rank's collectives in a group, by number."""
+    own = {c.number: own_frames(c.frames)[:1] for c in calls if c.group == group and not sequence_of(c)}
+    return {number: _line(frames[0]) for number, frames in own.items() if frames}
+
+
+def _explain_shift(here: Side, there: Side) -> list[str]:
+    """Return the clue that from some call on, one side is a call of the other's ahead.
+
+    Their lines agree up to there, and afterwards each line of the one is that of the other's next call.
+    """
+    common = sorted(here.lines.keys() & there.lines.keys())
+    apart = [number for number in common if here.lines[number] != there.lines[number]]
+    if not apart or apart[0] == common[0]:
+        return []
+    for more, less in ((here, there), (there, here)):
+        after = [number for number in common if number >= apart[0] and number + 1 in more.lines]
+        if after and all(more.lines[number + 1] == less.lines[number] for number in after):
+            file, line = more.lines[apart[0]]
+            return [
+                f"Likely cause: {less.name} left out the call at {name_line(Frame(file, line, ''))}, "
+                f"which is number {apart[0]} on {more.name}."
+            ]
+    return []
+
+
+def find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
     """Return the loops that `here` is in and `there` has left, outermost first."""
     frames = _up_to(here.frames, {_line(f) for f in there.frames})
     if not frames:

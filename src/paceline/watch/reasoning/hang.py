@@ -13,7 +13,7 @@ from paceline.phrases import name_ranks
 from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
 from paceline.watch.protocol.words import is_pairwise, name_purpose, pick
-from paceline.watch.reasoning.clues import Side, explain_joining, list_clues
+from paceline.watch.reasoning.clues import Side, explain_joining, find_left_loops, list_clues, list_lines
 from paceline.watch.reasoning.group_names import explain_building, explain_groups
 from paceline.watch.reasoning.mismatch import (
     ROOT_FIX,
@@ -156,7 +156,7 @@ def _explain_roots(roots: list[State], states: Mapping[int, State], seen: Seen, 
     is_staged = first.call is not None and bool(first.call.purpose)
     where = "for which" if is_staged else "where"
     headline = f"{who} {_name_absence(first, root, seen)}, {where} {waiting}: {name_state(missing)}"
-    more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, source)]
+    more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, seen, source)]
     more += _describe_others(ranks, direct, states)
     rule, fix = "", _name_fix(code, root, seen)
     if is_staged and code == "PL808":
@@ -234,19 +234,22 @@ def _name_fix(code: str, root: State, seen: Seen) -> str:
     return fix
 
 
-def _list_clues(waiters: Sequence[State], missing: Sequence[State], source: Source) -> list[str]:
-    here, there = _to_side(waiters), _to_side(missing)
+def _list_clues(waiters: Sequence[State], missing: Sequence[State], seen: Seen, source: Source) -> list[str]:
+    group = waiters[0].call.group if waiters[0].call is not None else ""
+    here, there = _to_side(waiters, seen, group), _to_side(missing, seen, group)
     if waiters[0].kind == "joining":
         return explain_joining(here, there, source)
     return list_clues(here, there, source)
 
 
-def _to_side(states: Sequence[State]) -> Side:
+def _to_side(states: Sequence[State], seen: Seen, group: str) -> Side:
     if not states:
         return Side(())
     first = states[0]
     ranks = tuple(state.rank for state in states)
-    return Side(ranks, first.frames, first.is_in_backward, has_ended=first.kind == "ended")
+    report = seen.reports.get(first.rank)
+    lines = {} if report is None else list_lines(report.calls, group)
+    return Side(ranks, first.frames, first.is_in_backward, first.kind == "ended", lines)
 
 
 def _describe_others(roots: set[int], direct: Sequence[State], states: Mapping[int, State]) -> list[str]:
@@ -286,8 +289,15 @@ def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, 
         for number, state in enumerate(cycle)
     ]
     is_staged = any(s.call is not None and s.call.purpose for s in cycle)
+    sides = [_to_side([state], seen, "") for state in cycle[:2]]
+    for first, other in (cycle[:2], cycle[1::-1]):
+        # A rank that has left the others' loop calls other groups than they: their order is not the cause.
+        if code == "PL806" and find_left_loops(*sides, source):
+            code, cycle = "PL802", [first, other, *cycle[2:]]
+            break
+        sides.reverse()
     headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
-    clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], source)]
+    clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], seen, source)]
     return build_verdict(
         code,
         headline + ", and ".join(steps),
@@ -318,7 +328,7 @@ def _explain_absent(
     alike = [s for s in others if _is_alike(s, others[0])]
     who, waiting = name_ranks(s.rank for s in alike), _name_waiting(waiters, seen)
     headline = f"{who} never reached {waiters[0].operation}, where {waiting}: {name_state(alike)}"
-    clues = _list_clues(waiters, alike, source)
+    clues = _list_clues(waiters, alike, seen, source)
     return build_verdict(code, headline, list_places(states.values()), more=clues)
 
 
@@ -343,7 +353,7 @@ def _explain_apart(
         f"ranks try to meet at different addresses: {where}; {name_ranks(s.rank for s in waiters)} at "
         f"{most}: {_name_waiting(waiters, seen)} in init_process_group"
     )
-    clues = _list_clues(waiters, strays, source)
+    clues = _list_clues(waiters, strays, seen, source)
     return build_verdict("PL810", headline, list_places(states.values()), more=clues)
 
 
@@ -363,7 +373,7 @@ def _explain_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, 
             "ranks, or try to meet at different addresses"
         )
         return build_verdict(
-            "PL810", headline, list_places(states.values()), more=_list_clues(same, [], source)
+            "PL810", headline, list_places(states.values()), more=_list_clues(same, [], seen, source)
         )
     headline = (
         f"all ranks have reached {name_wait(first, seen.world_size)}{name_at(first.frames)}, but it has not "

@@ -22,7 +22,7 @@ from paceline.watch.protocol.words import (
     sequence_of,
 )
 from paceline.watch.reasoning.activity import is_bucket
-from paceline.watch.reasoning.clues import Side, list_clues
+from paceline.watch.reasoning.clues import Side, list_clues, list_lines
 from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.verdict import build_verdict
 
@@ -106,7 +106,8 @@ def find_mismatch(
     _, code, by_rank = min(found, key=lambda item: item[0])
     name = next(iter(by_rank.values())).group
     group = groups.get(name)
-    return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source))
+    lines = {rank: list_lines(issued, name) for rank, issued in calls.items()}
+    return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source), lines)
 
 
 def merge_groups(reports: Mapping[int, Report]) -> dict[str, Group]:
@@ -202,7 +203,13 @@ def _line(call: Call) -> tuple[str, int] | None:
     return (own[0].file, own[0].line) if own else None
 
 
-def _explain(code: str, by_rank: Mapping[int, Call], group: str, source: Source) -> Verdict:
+def _explain(
+    code: str,
+    by_rank: Mapping[int, Call],
+    group: str,
+    source: Source,
+    lines: Mapping[int, Mapping[int, tuple[str, int]]],
+) -> Verdict:
     parts: dict[tuple[object, ...], list[int]] = {}
     for rank, call in by_rank.items():
         key = (call.operation, call.sizes, call.dtypes, call.reduce_op, call.peer, _line(call))
@@ -230,7 +237,10 @@ def _explain(code: str, by_rank: Mapping[int, Call], group: str, source: Source)
         SharedPlace(tuple(ranks), _name_call(by_rank[ranks[0]], group), _own(by_rank[ranks[0]]))
         for ranks in ordered
     ]
-    sides = [Side(tuple(r), _own(by_rank[r[0]]), is_bucket(by_rank[r[0]].frames)) for r in ordered[:2]]
+    sides = [
+        Side(tuple(r), _own(by_rank[r[0]]), is_bucket(by_rank[r[0]].frames), lines=lines.get(r[0], {}))
+        for r in ordered[:2]
+    ]
     # A rank that waits in backward is less likely the one that strayed.
     here, there = sides if sides[0].is_in_backward or not sides[1].is_in_backward else sides[::-1]
     more = list_clues(here, there, source, is_apart=True)
@@ -289,7 +299,7 @@ def find_stuck_mismatch(
             open_ones = [c for c in by_rank.values() if not c.done and c.operation == "gather"]
             if open_ones and _differ_in_sizes(list(by_rank.values())):
                 group = name_group(groups.get(name), name, len(calls))
-                return _explain("PL803", by_rank, group, Source(read_source))
+                return _explain("PL803", by_rank, group, Source(read_source), {})
     return None
 
 
