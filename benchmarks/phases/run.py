@@ -51,7 +51,7 @@ def main() -> None:
         print(f"{case}: {', '.join(sorted(codes)) or 'no finding'}")
         print(f"  {'':10}    light     full | full and read, same steps")
         for phase in PHASES:
-            # The fastest of all steps: a busy machine makes most of them longer, and each run by another amount.
+            # The fastest of all steps: a busy machine makes most of them longer.
             fastest = [min(take(rows, phase)) for rows in (light, full)]
             same = [median(take(rows, phase)) for rows in (full, read)]
             are_close = [is_close(pair) for pair in (fastest, same)]

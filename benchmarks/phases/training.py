@@ -1,4 +1,4 @@
-"""Ten trainings as people write them, with or without torch's own profiler: torchrun training.py CASE [TRACES]."""
+"""Ten trainings as people write them: torchrun training.py CASE."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 WIDTH, BATCH, STEPS, FIRST, RECORDED = 768, 96, 24, 10, 10
@@ -48,7 +48,7 @@ class Training:
         self.loader = DataLoader(Samples(self.load_s), batch_size=BATCH)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return DDP(model)
+        return DistributedDataParallel(model)
 
     def step(self, batch: torch.Tensor, number: int) -> None:
         loss = self.model(batch).square().mean()
@@ -106,7 +106,7 @@ class TwoModels(Training):
 
     def __init__(self) -> None:
         super().__init__()
-        self.judge = DDP(build(2))
+        self.judge = DistributedDataParallel(build(2))
         self.other = torch.optim.SGD(self.judge.parameters(), lr=1e-4)
 
     def step(self, batch: torch.Tensor, number: int) -> None:
@@ -151,7 +151,7 @@ class Compiled(Training):
     """torch.compile."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return DDP(torch.compile(model))
+        return DistributedDataParallel(torch.compile(model))
 
 
 class ByHand(Training):
@@ -191,22 +191,13 @@ CASES = {
 
 
 def main() -> None:
-    """Train one case, and write torch's traces if there is a folder for them."""
+    """Train one case."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     training = CASES[sys.argv[1]]()
-    folder = sys.argv[2] if len(sys.argv) > 2 else ""
-    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     for number, batch in enumerate(training.loader, 1):
-        if folder and number == FIRST:
-            dist.barrier()
-            profiler.start()
         training.step(batch, number)
-        if folder and number == FIRST + RECORDED:
-            profiler.stop()
-            profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
-            break
     dist.destroy_process_group()
 
 
