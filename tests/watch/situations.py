@@ -54,6 +54,8 @@ def call(
     done: bool = False,
     age_s: float = 60.0,
     inside: Sequence[Frame] = COLLECTIVE,
+    module: str = "",
+    splits: tuple[tuple[int, ...], ...] = (),
 ) -> Call:
     """Return a call, unfinished and 60 s old by default, at a line of `train.py` or in given frames."""
     frames = (user(at, "step"),) if isinstance(at, int) else tuple(at)
@@ -69,6 +71,8 @@ def call(
         done,
         NOW_S - age_s,
         (*inside, *frames),
+        module=module,
+        splits=splits,
     )
 
 

@@ -276,3 +276,27 @@ def test_two_groups_under_one_name() -> None:
     assert verdict.headline.endswith(
         "number 1 is a group of ranks 0 and 1 on ranks 0 and 1 and a group of ranks 2 and 3 on ranks 2 and 3"
     )
+
+
+def test_the_pair_of_an_all_to_all_is_named_with_its_sizes() -> None:
+    even = call(5, "all_to_all", sizes=[(8,)], splits=((2, 2, 2, 2), (2, 2, 2, 2)))
+    more = call(5, "all_to_all", sizes=[(9,)], splits=((2, 2, 3, 2), (2, 2, 2, 2)))
+    verdict = must(judge([even], [more], [even], [even]))
+    assert verdict.code == "PL803"
+    assert "rank 1 sends 3 elements to rank 2" in verdict.headline
+    assert "which expects 2" in verdict.headline
+    # Unequal sizes are what it is for, as long as each pair agrees.
+    sent = [tuple(5 * one + other for other in range(4)) for one in range(4)]
+    expected = list(zip(*sent, strict=True))
+    splits = zip(sent, expected, strict=True)
+    assert judge(*([call(5, "all_to_all", splits=each)] for each in splits)) is None
+
+
+def test_a_block_that_a_rank_skips_is_named_though_all_are_alike() -> None:
+    names = [f"blocks.{n}" for n in range(6)]
+    mine = [call(n, "all_gather", module=name) for n, name in enumerate(names, 1)]
+    its = [call(n, "all_gather", module=name) for n, name in enumerate(names[:2] + names[3:], 1)]
+    verdict = must(judge(mine, its))
+    assert verdict.code == "PL802"
+    assert "rank 0 calls all_gather of the parameters of blocks.2" in verdict.headline
+    assert "rank 1 left out the call of blocks.2" in verdict.more[0]

@@ -405,6 +405,12 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             for name in ("pg_map", "pg_names", "pg_group_ranks", "default_pg", "group_count")
         ),
         TorchName(
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup._with_fqn",
+            "names the module of a collective of FSDP",
+            "",
+            "modules are not named",
+        ),
+        TorchName(
             "torch._C._distributed_c10d.ProcessGroup",
             "notes collectives that the Flight Recorder leaves out",
             "torch.distributed.ProcessGroup, which needs an import that the script may never make",

@@ -10,12 +10,13 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 # The Flight Recorder's two sources; records carry the index of their source.
 _DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 _INDUCTOR = "_inductor"
+_MANY_FRAMES = 16
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """The variables with the Flight Recorder's number of entries; torch reads them with the first group."""
 
@@ -103,3 +104,18 @@ def read_module(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's own parameters and modules; a module under construction may have none yet."""
     fields = vars(module)
     return fields.get("_parameters", {}), fields.get("_modules", {})
+
+
+def find_sharded_module(frame: FrameType | None) -> str:
+    """Return the module for whose parameters FSDP calls a collective; empty for other callers.
+
+    Args:
+        frame: that calls it.
+    """
+    for _ in range(_MANY_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.endswith("/_fsdp_param_group.py"):
+            return str(frame.f_locals["self"]._with_fqn("").strip(" ()"))
+        frame = frame.f_back
+    return ""

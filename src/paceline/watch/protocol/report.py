@@ -61,6 +61,8 @@ class Call:
         began_s: seconds since 1970.
         frames: who called it, innermost first.
         purpose: of a send or receive of a pipeline: `the gradient of microbatch 5 from stage 3 to stage 2`.
+        module: whose parameters FSDP gathers or whose gradients it reduces; empty otherwise.
+        splits: of an all_to_all, the elements for each rank of the group, and those expected from each.
     """
 
     group: str
@@ -74,6 +76,8 @@ class Call:
     began_s: float
     frames: tuple[Frame, ...] = ()
     purpose: str = ""
+    module: str = ""
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def _call_from_json(value: dict[str, Any], frames: Sequence[Frame]) -> Call:
             **value,
             "sizes": tuple(tuple(size) for size in value["sizes"]),
             "dtypes": tuple(value["dtypes"]),
+            "splits": tuple(tuple(each) for each in value["splits"]),
             "frames": tuple(frames[number] for number in value["frames"]),
         }
     )

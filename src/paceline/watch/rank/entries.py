@@ -163,12 +163,12 @@ def build_call(entry: FlightEntry, groups: Groups, windows: Windows) -> Call:
         done=entry.is_done,
         began_s=entry.created_ns / 1e9,
         frames=_build_frames(entry.raw.get("frames", ())),
+        module="" if window is None else window.module,
+        splits=() if window is None else window.splits,
     )
 
 
 def _find_window(entry: FlightEntry, windows: Windows) -> CallWindow | None:
-    if entry.operation not in _REDUCING and entry.operation not in _ROOTED:
-        return None
     window = windows.find(entry.thread, entry.group, entry.created_ns)
     # Gloo implements a reduce-scatter by all-reduces.
     if window is None or (entry.operation in _ROOTED and entry.operation != window.operation):

@@ -1,11 +1,11 @@
-"""Records what torch's Flight Recorder leaves out: reduce operations, roots, sends and receives.
+"""Records what torch's Flight Recorder leaves out: reduce operations, roots, sizes, sends and receives.
 
-The methods of `torch.distributed.ProcessGroup` that take a reduce operation or a root, or that send or
-receive, are wrapped on the class. For the former, a wrapper notes which thread was in it and when. This
-identifies an entry of the Flight Recorder by its time of creation. Collectives that C++ issues by itself
-(DDP's buckets, functional collectives) do not pass through here. The time at which a group gets its name is
-noted too, because names are reused: what was recorded under a name before belongs to another group. A wrapper
-costs about two microseconds, and raises nothing of its own.
+The methods of `torch.distributed.ProcessGroup` that take a reduce operation, a root or sizes for each rank,
+that FSDP gathers by, or that send or receive, are wrapped on the class. For the former, a wrapper notes which
+thread was in it and when. This identifies an entry of the Flight Recorder by its time of creation.
+Collectives that C++ issues by itself (DDP's buckets, functional collectives) do not pass through here. The
+time at which a group gets its name is noted too, because names are reused: what was recorded under a name
+before belongs to another group. A wrapper costs about two microseconds, and raises nothing of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from paceline.pipeline.messages import Message
 from paceline.pipeline.under_way import UNDER_WAY
-from paceline.torch_seams.watching import find_group_class, hide_from_compiler
+from paceline.torch_seams.watching import find_group_class, find_sharded_module, hide_from_compiler
 from paceline.watch.rank.threads import Mark, mark_stack
 
 # The operation's name as users call it: gloo implements a reduce-scatter by all-reduces.
@@ -41,6 +41,8 @@ _REDUCING = {
 }
 # The position of the options, or of the root itself, among the arguments.
 _ROOTED = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
+_GATHERING = {"_allgather_base": "all_gather", "all_gather_single": "all_gather"}
+_EXCHANGING = {"alltoall_base": "all_to_all", "all_to_all_single": "all_to_all"}
 _TRANSFERRING = {
     "send": "send",
     "recv": "recv",
@@ -64,11 +66,13 @@ class CallWindow:
         operation: as `reduce_scatter`.
         op: torch's reduce operation; None if there is none or it is unknown.
         root: its rank in the group; None if there is none or it is unknown.
+        module: whose parameters FSDP gathers or reduces; empty otherwise.
+        splits: the elements that it sends to each rank, and those that it expects from each.
         began_ns: since 1970.
         ended_ns: since 1970; 0 until the method returns.
     """
 
-    __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "root", "thread")
+    __slots__ = ("began_ns", "ended_ns", "group", "module", "op", "operation", "root", "splits", "thread")
 
     def __init__(self, thread: int, group: str, operation: str, op: Any, root: int | None) -> None:
         self.thread = thread
@@ -76,6 +80,8 @@ class CallWindow:
         self.operation = operation
         self.op = op
         self.root = root
+        self.module = ""
+        self.splits: tuple[tuple[int, ...], ...] = ()
         self.ended_ns = 0
         self.began_ns = time.time_ns()
 
@@ -143,7 +149,8 @@ class Operations:
             return
         self._kind = kind
         rooted = {name: name for name in _ROOTED}
-        for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
+        noting = rooted | _REDUCING | _GATHERING | _EXCHANGING
+        for name, operation in (noting | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
             stored = vars(self._kind).get(name)
             if stored is None:  # This torch does not have it.
                 continue
@@ -222,6 +229,7 @@ class Operations:
     def _wrap_noting(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
         windows, thread_ident = self._windows, threading.get_ident
         reduces, root_at = original.__name__ in _REDUCING, _ROOTED.get(original.__name__)
+        is_sharded = operation in ("all_gather", "reduce_scatter")
 
         @functools.wraps(original)
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,6 +239,10 @@ class Operations:
                 root = _find_root(args, kwargs, root_at) if root_at is not None else None
                 window = CallWindow(thread_ident(), group.group_name, operation, op, root)
                 windows.append(window)
+                if is_sharded:
+                    window.module = find_sharded_module(sys._getframe(1))
+                elif operation == "all_to_all":
+                    window.splits = _find_splits(group.size(), args, kwargs)
             try:
                 return original(group, *args, **kwargs)
             finally:
@@ -326,6 +338,21 @@ def _find_root(args: Sequence[Any], kwargs: dict[str, Any], at: int) -> int:
     """Return the root of `(..., options)` or `(..., root)`; without both it is the first rank."""
     value = args[at] if len(args) > at else kwargs.get("opts", kwargs.get("root", 0))
     return int(getattr(value, "rootRank", value))
+
+
+def _find_splits(size: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements `(output, input, output_split_sizes, input_split_sizes)` moves, by rank."""
+    given = [
+        *args[:4],
+        *(kwargs[name] for name in ("output_split_sizes", "input_split_sizes") if name in kwargs),
+    ]
+    received, sent, *splits = given
+    found = []
+    for tensor, rows in zip((sent, received), reversed(splits), strict=True):
+        length = tensor.shape[0]
+        each = tensor.numel() // max(1, length)
+        found.append(tuple(int(number) * each for number in (rows or [length // size] * size)))
+    return tuple(found)
 
 
 def name_reduce_op(op: Any) -> str | None:

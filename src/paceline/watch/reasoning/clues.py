@@ -28,14 +28,14 @@ class Side:
         frames: the user's own, innermost first; empty for ranks that have ended.
         is_in_backward: whether autograd issued the call that they are in.
         has_ended: whether their script is over, and nothing killed it.
-        lines: the lines of their collectives in the group in question, by number.
+        lines: of their collectives in the group in question, by number: file, line, and FSDP's module.
     """
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...] = ()
     is_in_backward: bool = False
     has_ended: bool = False
-    lines: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    lines: Mapping[int, tuple[str, int, str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -186,10 +186,10 @@ def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
     return []
 
 
-def list_lines(calls: Iterable[Call], group: str) -> dict[int, tuple[str, int]]:
-    """Return the user's lines of a rank's collectives in a group, by number."""
-    own = {c.number: own_frames(c.frames)[:1] for c in calls if c.group == group and not sequence_of(c)}
-    return {number: _line(frames[0]) for number, frames in own.items() if frames}
+def list_lines(calls: Iterable[Call], group: str) -> dict[int, tuple[str, int, str]]:
+    """Return the user's lines of a rank's collectives in a group, and FSDP's modules, by number."""
+    own = {c.number: (own_frames(c.frames)[:1], c) for c in calls if c.group == group and not sequence_of(c)}
+    return {number: (*_line(frames[0]), c.module) for number, (frames, c) in own.items() if frames}
 
 
 def _explain_shift(here: Side, there: Side) -> list[str]:
@@ -204,9 +204,10 @@ def _explain_shift(here: Side, there: Side) -> list[str]:
     for more, less in ((here, there), (there, here)):
         after = [number for number in common if number >= apart[0] and number + 1 in more.lines]
         if after and all(more.lines[number + 1] == less.lines[number] for number in after):
-            file, line = more.lines[apart[0]]
+            file, line, module = more.lines[apart[0]]
+            what = f"the call of {module}" if module else "the call"
             return [
-                f"Likely cause: {less.name} left out the call at {name_line(Frame(file, line, ''))}, "
+                f"Likely cause: {less.name} left out {what} at {name_line(Frame(file, line, ''))}, "
                 f"which is number {apart[0]} on {more.name}."
             ]
     return []

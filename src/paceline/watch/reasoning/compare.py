@@ -50,7 +50,7 @@ class Print(NamedTuple):
         elements: of its tensors.
         dtypes: of its tensors.
         reduce_op: sum, max ...
-        root: global rank, counted from 1.
+        root: global rank, counted from 1; or the module whose parameters FSDP gathers or reduces.
     """
 
     kind: int
@@ -80,7 +80,11 @@ def print_call(call: Call) -> Print | None:
         elements,
         _number(",".join(sorted(dtypes))) if dtypes else 0,
         _number(call.reduce_op) if call.reduce_op and kind in REDUCTIONS else 0,
-        call.peer + 1 if call.peer is not None and kind in ROOTED else 0,
+        _number(call.module)
+        if call.module
+        else call.peer + 1
+        if call.peer is not None and kind in ROOTED
+        else 0,
     )
 
 

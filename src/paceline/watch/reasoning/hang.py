@@ -289,13 +289,11 @@ def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, 
         for number, state in enumerate(cycle)
     ]
     is_staged = any(s.call is not None and s.call.purpose for s in cycle)
-    sides = [_to_side([state], seen, "") for state in cycle[:2]]
     for first, other in (cycle[:2], cycle[1::-1]):
+        sides = [_to_side([state], seen, "") for state in (first, other)]
         # A rank that has left the others' loop calls other groups than they: their order is not the cause.
-        if code == "PL806" and find_left_loops(*sides, source):
+        if code == "PL806" and find_left_loops(sides[0], sides[1], source):
             code, cycle = "PL802", [first, other, *cycle[2:]]
-            break
-        sides.reverse()
     headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
     clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], seen, source)]
     return build_verdict(

@@ -97,6 +97,8 @@ def find_mismatch(
         for _, by_rank in sorted(by_number.items()):
             known = {rank: c for rank, c in sorted(by_rank.items()) if members is None or rank in members}
             code = _compare(known, calls, SIZES_NEVER_DIFFER if is_running else _EQUAL_SIZES)
+            if code is None and find_split(known, members or sorted(calls)) is not None:
+                code = "PL803"
             if code is not None:
                 found.append((min(call.began_s for call in known.values()), code, known))
                 break  # later calls of this group are shifted against each other, and would differ too
@@ -107,6 +109,9 @@ def find_mismatch(
     name = next(iter(by_rank.values())).group
     group = groups.get(name)
     lines = {rank: list_lines(issued, name) for rank, issued in calls.items()}
+    split = find_split(by_rank, group.ranks if group is not None and group.ranks else sorted(calls))
+    if code == "PL803" and split is not None:
+        return _explain_split(by_rank, name_group(group, name, len(calls)), *split)
     return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source), lines)
 
 
@@ -147,6 +152,8 @@ def _compare(
     if len(kinds) != 1 or any(c.operation not in OPERATIONS for c in issued):
         return None
     kind = kinds.pop()
+    if _differ(call.module or None for call in issued):
+        return "PL802"
     differs = {
         "PL803": kind in equal_sizes and _differ_in_sizes(issued),
         "PL804": kind in EQUAL_DTYPES and _differ(list_dtypes(c) for c in issued),
@@ -157,6 +164,45 @@ def _compare(
     if code in ("PL803", "PL804", "PL805") and _are_other_calls(by_rank, calls):
         return "PL802"
     return code
+
+
+def find_split(by_rank: Mapping[int, Call], members: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """Return a pair of an all_to_all that differs: who sends, to whom, how much, and what is expected."""
+    known = {rank: call.splits for rank, call in by_rank.items() if len(call.splits) == 2}
+    for one, (sent, _) in known.items():
+        for other, (_, expected) in known.items():
+            if len(sent) == len(expected) == len(members) and {one, other} <= set(members):
+                gives, takes = sent[members.index(other)], expected[members.index(one)]
+                if gives != takes:
+                    return one, other, gives, takes
+    return None
+
+
+def _explain_split(
+    by_rank: Mapping[int, Call], group: str, one: int, other: int, gives: int, takes: int
+) -> Verdict:
+    first, second = by_rank[one], by_rank[other]
+    headline = (
+        f"different sizes in {first.operation} number {first.number} of {group}: rank {one} sends {gives} "
+        f"elements to rank {other}{_at(first)}, which expects {takes}{_at(second)}"
+    )
+    places = [
+        SharedPlace(
+            (rank,),
+            f"{_name_call(call, group)}, sends {list(call.splits[0])} elements and expects "
+            f"{list(call.splits[1])}",
+            _own(call),
+        )
+        for rank, call in by_rank.items()
+        if call.splits
+    ]
+    return build_verdict(
+        "PL803",
+        headline,
+        places,
+        rule="What a rank expects from another one must be what that one sends to it.",
+        fix="Exchange the counts first: an all_to_all_single of input_split_sizes gives output_split_sizes.",
+    )
 
 
 def _differ(values: Iterator[object]) -> bool:
@@ -208,11 +254,11 @@ def _explain(
     by_rank: Mapping[int, Call],
     group: str,
     source: Source,
-    lines: Mapping[int, Mapping[int, tuple[str, int]]],
+    lines: Mapping[int, Mapping[int, tuple[str, int, str]]],
 ) -> Verdict:
     parts: dict[tuple[object, ...], list[int]] = {}
     for rank, call in by_rank.items():
-        key = (call.operation, call.sizes, call.dtypes, call.reduce_op, call.peer, _line(call))
+        key = (call.operation, call.sizes, call.dtypes, call.reduce_op, call.peer, _line(call), call.module)
         parts.setdefault(key, []).append(rank)
     # The largest set of ranks first: it mostly does what was intended.
     ordered = sorted(parts.values(), key=lambda ranks: (-len(ranks), ranks))
@@ -224,7 +270,7 @@ def _explain(
         "PL805": "different reduce operations",
     }[code]
     if code == "PL802" and len({OPERATIONS.get(c.operation) for c in firsts}) == 1:
-        is_root = len({_line(c) for c in firsts}) == 1
+        is_root = len({_line(c) for c in firsts}) == 1 and len({c.module for c in firsts}) == 1
         what = "different roots" if is_root else "different calls"
     number = firsts[0].number
     named = [_name_part(ranks, by_rank[ranks[0]], code) for ranks in ordered[:3]]
@@ -266,7 +312,8 @@ def _name_part(ranks: Sequence[int], call: Call, code: str) -> str:
     if detail is not None:
         return f"{name_ranks(ranks)} {pick(ranks, 'gives', 'give')} {detail}{where}"
     root = f" with root {call.peer}" if call.peer is not None else ""
-    return f"{name_ranks(ranks)} {verb} {call.operation}{root}{where}"
+    module = f" of the parameters of {call.module}" if call.module else ""
+    return f"{name_ranks(ranks)} {verb} {call.operation}{module}{root}{where}"
 
 
 def _name_call(call: Call, group: str) -> str:
