@@ -654,12 +654,20 @@ def test_what_cannot_be_made_independent_is_named() -> None:
     assert "[1, 7, 6]" in str(masks.unsafe[1])
 
 
-def test_a_sequence_as_long_as_there_are_samples_needs_a_word() -> None:
+@pytest.mark.parametrize(
+    ("size", "cut"),
+    [
+        ((7, 2, 4, 4), Cut(1, 1, 2, 0)),  # attention over 4 samples, in a part of 4 heads
+        ((8, 7, 4), Cut(0, 1, 2, 0)),  # features first, whose whole number is a multiple of 4
+        ((8, 4, 5), Cut(0, 1, 2, 0, folded=True)),  # samples and heads in one dimension, 4 queries
+    ],
+)
+def test_a_cut_where_samples_are_expected_is_refused(size: tuple[int, ...], cut: Cut) -> None:
     masks = apply_dropout(model := nn.Sequential(nn.Dropout(0.5)))
-    x = torch.ones(BATCH, BATCH, 6)
-    masks.sample_dims["0/dropout#0"] = 1
-    whole = run(masks, model, x, dim=1)
-    assert torch.equal(run(masks, model, x, 1, dim=1), whole)
+    masks.splits["0/dropout#0"] = [cut]
+    with masks.drawing(1, range(4)), pytest.raises(PacelineError, match="PL451") as caught:
+        model(torch.ones(size))
+    assert f"0/dropout#0 drops a part {list(size)}" in str(caught.value)
 
 
 def test_imported_by_name() -> None:

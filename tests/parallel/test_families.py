@@ -50,6 +50,72 @@ class SortedMixture(MaskedMixture):
         return (out * weight[:, None]).view(x.shape)
 
 
+class SetsBuffer(nn.Module):
+    """Sets a buffer in its forward: from its weights, from the batch, or by counting."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.feed, self.kind = FeedForward(), kind
+        self.register_buffer("kept", torch.zeros(table.text.WIDTH if kind == "norm" else ()))
+        self.register_buffer("spread", torch.ones(table.text.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "new":
+            self.kept = self.kept + 1
+        elif self.kind == "count":
+            self.kept += 1
+        elif self.kind == "replaced":
+            self.kept = self.feed[0].weight.detach().mean()
+        elif self.kind == "norm":
+            rows = x.flatten(0, 1)
+            x = nn.functional.batch_norm(rows, self.kept, self.spread, training=True).view(x.shape)
+        else:
+            self.kept.data.copy_(self.feed[0].weight.detach().mean())
+        return x + self.feed(x)
+
+
+class Feedback(nn.Sequential):
+    """Its first layer uses what its last one has set."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self[0](ids) + self[-2].kept.clone()
+        for layer in self[1:]:
+            x = layer(x)
+        return x
+
+
+def build_chain(*layers: nn.Module, kind: type[nn.Module] = nn.Sequential) -> nn.Module:
+    width, vocabulary = table.text.WIDTH, table.text.VOCAB
+    return kind(nn.Embedding(vocabulary, width), *layers, nn.Linear(width, vocabulary))
+
+
+class AcrossSamples(nn.Module):
+    """Attention of each position over the samples of the batch, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(table.text.WIDTH)
+        self.qkv, self.out = (nn.Linear(table.text.WIDTH, n * table.text.WIDTH) for n in (3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length, samples = x.shape[1], x.shape[0]
+        parts = self.qkv(self.norm(x).transpose(0, 1)).chunk(3, -1)
+        q, k, v = (part.view(length, samples, 2, -1).transpose(1, 2) for part in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2).transpose(1, 2)
+        return x + self.out(y.reshape(length, samples, -1)).transpose(0, 1)
+
+
+COLLECTED: list[torch.Tensor] = []
+
+
+def build_hooked_mixture() -> nn.Module:
+    model = FAMILIES["Mixtral, index_add_"].build()
+    for name, module in model.named_modules():
+        if "experts.0." in name:
+            module.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
+    return model
+
+
 def build_decoder(mixture: type[nn.Module]) -> nn.Module:
     return Decoder([Layer(CausalAttention(), mixture()) for _ in range(2)])
 
@@ -58,6 +124,22 @@ MORE = {
     kind.__name__: Family(lambda kind=kind: build_decoder(kind), make_text, score_tokens, call("ids"))
     for kind in (MaskedMixture, SortedMixture)
 }
+BUFFERS = {
+    f"buffer, {kind}": Family(
+        lambda kind=kind: build_chain(FeedForward(), FeedForward(), SetsBuffer(kind)),
+        *(make_text, score_tokens, call("ids")),
+    )
+    for kind in ("weights", "count", "new", "norm", "replaced")
+}
+OTHERS = dict(BUFFERS)
+OTHERS["feedback"] = Family(
+    lambda: build_chain(*(FeedForward() for _ in range(3)), SetsBuffer("weights"), kind=Feedback),
+    *(make_text, score_tokens, call("ids")),
+)
+OTHERS["across samples"] = Family(
+    lambda: build_chain(AcrossSamples(), FeedForward()), make_text, score_tokens, call("ids")
+)
+OTHERS["hooked experts"] = Family(build_hooked_mixture, make_text, score_tokens, call("ids"))
 CASES = [
     *(("prompt tuning", layout) for layout in ("tp=2", "pp=2", "cp=2")),
     *(("shared expert", layout) for layout in ("tp=2", "pp=2", "cp=2")),
@@ -66,6 +148,8 @@ CASES = [
     *((name, "pp=2") for name in ("two towers", "VAE", "MobileNet", "GRU seq2seq, attention", "neural ODE")),
 ]
 REFUSED = [
+    *(("feedback", "pp=2", "PL483"), ("buffer, replaced", "pp=2", "PL484")),
+    *(("across samples", "tp=2", "PL451"), ("hooked experts", "ep=2", "PL657")),
     ("DiT", "tp=2 sequence=true", "PL464"),
     *(
         ("DLRM, sparse tables", layout, "PL425")
@@ -75,7 +159,7 @@ REFUSED = [
 
 
 def train_all(world: Any, cases: list[tuple[str, str]]) -> list[Any]:
-    FAMILIES.update(MORE)
+    FAMILIES.update({**MORE, **OTHERS})
     found: list[Any] = []
     for name, layout in cases:
         try:
@@ -98,3 +182,11 @@ def test_numbers_are_those_of_a_plain_loop(ranks: Pool) -> None:
 def test_what_is_not_the_same_is_refused(ranks: Pool) -> None:
     found = ranks.run(train_all, 2, ([(name, layout) for name, layout, _ in REFUSED],), timeout_s=60)[0]
     assert found == [code for _, _, code in REFUSED]
+
+
+def test_a_checkpoint_has_the_buffers_of_the_stage_that_changes_them(ranks: Pool) -> None:
+    names = [name for name in BUFFERS if "replaced" not in name]
+    found = ranks.run(train_all, 2, ([(name, "pp=2") for name in names],), timeout_s=60)[0]
+    truth = ranks.run(train_all, 1, ([(name, "dp_replicate=1") for name in names],), timeout_s=60)[0]
+    worst = {name: compare(*pair) for name, *pair in zip(names, found, truth, strict=True)}
+    assert max(worst.values()) < TOLERANCE, worst

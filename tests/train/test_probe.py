@@ -122,6 +122,16 @@ def test_a_loss_that_depends_on_the_cut_is_refused(case: str, size: int) -> None
     take_steps({**COUPLED[case], "microbatch_size": size}, size=size)  # chosen
 
 
+def test_the_module_that_mixes_samples_is_named() -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    model = nn.Sequential(nn.Linear(6, 6), Mixing(), nn.Linear(6, 1))
+    with pytest.raises(PacelineError, match="The output of 1 for a sample depends on the other samples"):
+        take_steps({"model": model}, size=32)
+
+
 def test_a_mean_over_targets_returned_as_a_pair_is_right() -> None:
     def loss(output: Tensor, batch: Any) -> Any:
         y = batch["y"]

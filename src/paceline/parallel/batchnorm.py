@@ -44,8 +44,7 @@ class RunningStatistics:
         self._kept_before: list[Tensor] = []
         self._dp: Axis | None = None
         self._num_owned: tuple[int, ...] = ()
-        self._num_started = 0
-        self._made_first: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}
         self._active: list[BatchNormBase] = []
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -88,7 +87,7 @@ class RunningStatistics:
         Args:
             num_owned: per rank, the number of microbatches that it runs in the step.
         """
-        self._num_owned, self._num_started = num_owned, 0
+        self._num_owned, self._made = num_owned, {}
         self._kept_before = [buffer.read() for buffer in self._kept]
         self._active = [layer for layer in self._layers if layer.training]
         self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
@@ -101,9 +100,7 @@ class RunningStatistics:
                 # Hidden from autograd: another microbatch's backward may still follow, whose forward has
                 # saved these buffers (and needs none of their values).
                 buffer.data.zero_()
-        if self._num_started == 1:
-            self._made_first = [buffer.read() for buffer in self._kept]
-        self._num_started += 1
+        self._note_made()
         self._restore_kept()
 
     def read_microbatch(self) -> Tensor:
@@ -137,15 +134,21 @@ class RunningStatistics:
             start = stop
         self.choices.merge(rows[:, start:])
 
+    def _note_made(self) -> None:
+        """Note the values that the first forward gave to kept buffers; under pp, stages run in turns."""
+        for number, (buffer, before) in enumerate(zip(self._kept, self._kept_before, strict=True)):
+            if number not in self._made and not torch.equal(buffer.tensor, before):
+                self._made[number] = buffer.read()
+
     def _merge_kept(self) -> None:
         """Set the kept buffers on every rank to their values after the first microbatch.
 
         Other microbatches may have used other kernels (in a forward whose operations were counted), and a
         rank may have run none.
         """
-        if self._num_started > 1:
-            for buffer, value in zip(self._kept, self._made_first, strict=True):
-                buffer.tensor.copy_(value)
+        self._note_made()
+        for number, value in self._made.items():
+            self._kept[number].tensor.copy_(value)
         if self._dp is None or not self._kept:
             return
         owner = next(rank for rank, owned in enumerate(self._num_owned) if owned)

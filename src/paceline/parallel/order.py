@@ -367,10 +367,9 @@ def _cut(
     if settings.compile:
         stages.compile()  # not for the trial forward, which computes nothing
     named = dict(model.named_parameters())
-    names = {id(p): name for name, p in named.items()}
-    holders = {
-        name: stages.holders[names[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    names = {id(tensor): name for name, tensor in (*named.items(), *model.named_buffers())}
+    twice = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    holders = {name: stages.holders[names[id(t)]] for name, t in twice if names[id(t)] in stages.holders}
     splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
     placement = Placement(model, mesh, splits, _list_partial(plan, context), holders)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}

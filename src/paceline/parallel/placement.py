@@ -35,7 +35,7 @@ class Placement:
         splits: by full name, the `Split` that divides a parameter or buffer; tied names each.
         partial: by name of a parameter, the axes along which each rank has only an addend of its gradient.
         holders: by full name of a parameter, tied names each, the ranks of pp that hold it; on the others it
-            is on the meta device. Empty without pp.
+            is on the meta device. Also of buffers that only some ranks change. Empty without pp.
     """
 
     def __init__(
@@ -51,8 +51,11 @@ class Placement:
         self.holders = dict(holders or {})
         self._model = model
         self._mesh = mesh
-        named = model.named_parameters(remove_duplicate=False)
-        self._numbers = {name for name, parameter in named if not parameter.dim()}
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self._numbers = {name for name, tensor in named if not tensor.dim()}
 
     @property
     def is_divided(self) -> bool:

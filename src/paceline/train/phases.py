@@ -156,14 +156,17 @@ class Phases:
 
     def _probe(self, update: Update, objective: Loss, share: Share) -> None:
         """Check how the cut into microbatches affects a model, before its first update; collective."""
-        if update.runner.is_staged:
-            return  # no rank can run a whole forward; the trial forward has refused changing buffers
         models, mesh = list(self._models.values()), self._mesh
+        dp = None if mesh is None else mesh.dp
+        kept = update.runner.list_kept()
+        if kept is not None:  # no rank can run a whole forward
+            self._statistics.keep(kept, dp)
+            return
         # Ranks of cp hold copies, but their forwards communicate.
         is_divided = update.placement.is_divided or (mesh is not None and mesh.cp.size > 1)
         probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)
         run = objective if self._global_loss is None else self._global_loss.run
-        self._statistics.keep(probe.find_buffers(run, share), None if mesh is None else mesh.dp)
+        self._statistics.keep(probe.find_buffers(run, share), dp)
         if self._microbatch_size is not None or share.source is None or share.num_microbatches == 1:
             return  # chosen by the user, or nothing is cut
         probe.warn_batchnorm(share)

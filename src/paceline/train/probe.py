@@ -111,7 +111,9 @@ class Probe:
             return
         if self._differ(*found) and not self._runner.draws_unsafely:
             whole, _, cut = found
-            raise _cut_error(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
+            with self._undone():
+                mixing = self._find_mixing(objective, halves) if self._norm is None else ""
+            raise _cut_error(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share, mixing)
 
     def find_buffers(self, run: Callable[[Any], Any], share: Share) -> list[ForwardBuffer]:
         """Return the buffers that forward changes alike for any samples; log PL416 for others. Collective.
@@ -176,6 +178,33 @@ class Probe:
 
         parts = [run(*part, "probe") for part in halves.parts]
         return run(*halves.whole, "probe"), run(*halves.whole, "other"), _add(parts)
+
+    def _find_mixing(self, objective: Loss, halves: Halves) -> str:
+        """Return the first module whose output for a sample depends on other samples; "" if none is seen."""
+        found: list[tuple[str, Tensor]] = []
+
+        def note(name: str, output: Any) -> None:
+            found.extend(
+                (name, leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()
+            )
+
+        modules = [named for model in self._models for named in model.named_modules()]
+        handles = [
+            module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
+            for name, module in modules
+        ]
+        runs = []
+        for batch, samples in (halves.whole, *halves.parts):
+            self._runner.try_forward(objective, batch, samples, "probe")
+            runs.append([each for each in found if len(each[1]) == len(samples)])
+            found.clear()
+        for handle in handles:
+            handle.remove()
+        for (name, whole), *parts in zip(*runs, strict=False):
+            rows = torch.cat([part for _, part in parts]) if all(n == name for n, _ in parts) else whole
+            if rows.shape == whole.shape and not torch.allclose(rows, whole, self._tolerance, 1e-6):
+                return name or "the model"
+        return ""
 
     def _measure_loss(self, objective: Loss, halves: Halves) -> tuple[Sums, Sums, Sums]:
         """Return the same as `_measure` for the loss alone: on one output, and on its rows in halves."""
@@ -298,13 +327,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _cut_error(whole: float, cut: float, num_samples: int, share: Share) -> PacelineError:
+def _cut_error(whole: float, cut: float, num_samples: int, share: Share, mixing: str) -> PacelineError:
     size = len(share.samples[0])
+    mixes = f" The output of {mixing} for a sample depends on the other samples." if mixing else ""
     return PacelineError(
         "PL413",
         saw=f"the loss of {num_samples} samples is {whole:.5g} in one piece and {cut:.5g} in two. No "
         f"microbatch_size was given, so each global batch of {share.num_samples} would be divided into "
-        f"{share.num_microbatches} microbatches of {size}.",
+        f"{share.num_microbatches} microbatches of {size}.{mixes}",
         rule="A loss that compares samples, or a mean over targets if their number differs between samples, "
         "depends on that division, so the trainer must not choose it.",
         fix='If the loss compares samples, pass loss_over="global_batch". If it is a mean over targets, '

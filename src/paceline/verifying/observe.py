@@ -34,7 +34,8 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
         if holds(trainer, name):
             yield "weight", name, take_local(parameter)
     for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
-        yield "buffer", name, take_local(buffer)
+        if holds(trainer, name):
+            yield "buffer", name, take_local(buffer)
 
 
 def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:

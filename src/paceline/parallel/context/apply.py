@@ -170,9 +170,4 @@ class _RowsCut:
 
 def _cut(cut: int | Split, rows: Rows) -> Cut | Callable[[], Cut]:
     """Return the part of a dropped tensor that this rank has: the rows of a dimension, or some heads."""
-    axis = rows.axis
-    if isinstance(cut, int):
-        return _RowsCut(cut, rows)
-    # Samples that share a dimension with the heads, outside of them, are counted per sample there.
-    outer = cut.outer // NUM_SAMPLES if cut.dim == 0 else cut.outer
-    return Cut(cut.dim, max(1, outer), axis.size, axis.rank)
+    return _RowsCut(cut, rows) if isinstance(cut, int) else Cut.of(cut, rows.axis.rank, NUM_SAMPLES)

@@ -29,13 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.parallel.split import Split
+
 
 @dataclass(frozen=True)
 class Cut:
     """This rank's part of a dropped tensor: one dimension seen as [outer, num_parts, rest].
 
-    `parallel/split.py` describes parameters the same way. If the dimension holds the samples too ([batch *
-    heads, ...]), `outer` counts within one sample.
+    `parallel/split.py` describes parameters the same way.
 
     Attributes:
         dim: the dimension, not negative.
@@ -45,6 +46,7 @@ class Cut:
         runs: of positions that are divided otherwise, this rank's runs of consecutive ones, each as its first
             position and its length; `outer`, `num_parts` and `part` are then not used.
         length: of the whole dimension, with `runs`.
+        folded: whether the dimension is [samples, rest]; `outer` then counts within one sample.
     """
 
     dim: int
@@ -53,6 +55,18 @@ class Cut:
     part: int
     runs: tuple[tuple[int, int], ...] | None = None
     length: int = 0
+    folded: bool = False
+
+    @classmethod
+    def of(cls, split: Split, part: int, num_samples: int) -> Cut:
+        """Return a rank's part of a tensor of `num_samples` samples that is split."""
+        folded = split.dim == 0 and split.outer % num_samples == 0
+        outer = split.outer // num_samples if folded else split.outer
+        return cls(split.dim, outer, split.num_ranks, part, folded=folded)
+
+    def fits(self, place: SampleDim) -> bool:
+        """Return whether the dimension holds samples as far as their place in the tensor says so."""
+        return self.folded and place.folded if self.dim == place.dim else not self.folded
 
     def whole(self, length: int) -> int:
         """Return the length of the whole dimension, from that of this rank's part."""

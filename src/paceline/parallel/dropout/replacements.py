@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
-from paceline.parallel.dropout.masks import Cut, SampleDim, draw_mask, place_samples
+from paceline.parallel.dropout.masks import Cut, draw_mask, place_samples
 from paceline.parallel.dropout.patch import PatchedFunction, Patches
 from paceline.parallel.dropout.scope import (
     Enter,
@@ -51,8 +51,7 @@ from paceline.torch_seams.operators import ATTENTION, FUNCTIONS, find_function
 
 __all__ = ["Cut", "Masks", "apply_dropout"]
 
-Value = TypeVar("Value")
-Default = TypeVar("Default")
+CutNow = Cut | Callable[[], Cut]
 OnDraw = Callable[[str, Tensor, Tensor], None]
 # By token (see `Enter`); a copy of a laid-out model has the same one.
 _laid_out: weakref.WeakValueDictionary[str, Masks] = weakref.WeakValueDictionary()
@@ -71,8 +70,6 @@ class Masks:
         splits: by key (see `on_draw`): this rank's part of the dropped tensor, empty for all of it. Tensor
             parallelism fills it, with a key for every call (`layers.0~1/dropout#0` is a module's second). A
             call without a key is treated like those of the same module that have one.
-        sample_dims: by key: the dimension of the samples, if sizes do not determine it (a sequence as long as
-            there are samples, with the sequence first).
         unsafe: draws that depend on the layout, once each.
         on_draw: called with the key, the dropped tensor and the result. In attention that tensor is the
             weights [batch, heads, queries, keys]. Not called in compiled code.
@@ -81,8 +78,7 @@ class Masks:
     """
 
     def __init__(self, token: str) -> None:
-        self.splits: dict[str, list[Cut | Callable[[], Cut]]] = {}
-        self.sample_dims: dict[str, int] = {}
+        self.splits: dict[str, list[CutNow]] = {}
         self.unsafe: list[Finding] = []
         self.on_draw: OnDraw | None = None
         self.token = token
@@ -118,9 +114,10 @@ class Masks:
     def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
         """Return the mask of a tensor's kept elements: bool of `size`, on `device`. Only inside `drawing`."""
         seed, samples = self._active[-1]
-        cuts = [cut if isinstance(cut, Cut) else cut() for cut in _look_up(self.splits, key, ())]
-        dim = _look_up(self.sample_dims, key, None)
-        place = place_samples(size, len(samples), cuts) if dim is None else SampleDim(dim)
+        cuts = [cut if isinstance(cut, Cut) else cut() for cut in _look_up(self.splits, key)]
+        place = place_samples(size, len(samples), cuts)
+        if not all(cut.fits(place) for cut in cuts):
+            raise _misplaced_samples_error(key, size, len(samples))
         if place.dim is None:
             self._tell(_no_samples(key, size, len(samples)))
         return draw_mask(seed, key, samples, size, p, device, place=place, cuts=cuts)
@@ -130,14 +127,14 @@ class Masks:
             self.unsafe.append(finding)
 
 
-def _look_up(values: Mapping[str, Value], key: str, default: Default) -> Value | Default:
-    """Return the value for a draw; for an unknown call, the value that all other calls have in common.
+def _look_up(values: Mapping[str, list[CutNow]], key: str) -> list[CutNow]:
+    """Return the cuts for a draw; for an unknown call, those that all other calls have in common.
 
     Raises:
         PacelineError: PL429 if they have nothing in common.
     """
     if not values or key in values:
-        return values.get(key, default)
+        return values.get(key, [])
     # A later call of the model or of a block is like its other calls, else like one of the dropping module.
     for simplify in (_forget_calls_above, _forget_calls):
         name = simplify(key)
@@ -146,7 +143,7 @@ def _look_up(values: Mapping[str, Value], key: str, default: Default) -> Value |
             raise _unknown_call_error(key, name)
         if found:
             return found[0]
-    return default
+    return []
 
 
 @lru_cache(maxsize=4096)
@@ -456,6 +453,18 @@ def _inside_attention(name: str, function: Any, p: float) -> Finding:
         saw=f"{shown}, which replaces F.scaled_dot_product_attention, is called with dropout_p={p:g}.",
         rule="It draws from the rank's generator, so its masks depend on the microbatch.",
         fix="Call it with dropout_p=0, or apply nn.Dropout to its output.",
+    )
+
+
+def _misplaced_samples_error(key: str, size: Sequence[int], num_samples: int) -> PacelineError:
+    return PacelineError(
+        "PL451",
+        saw=f"{key} drops a part {list(size)} of a tensor in a microbatch of {num_samples} samples, on a "
+        "layout that divides the dimension in which samples are expected.",
+        rule="Masks are computed per sample. Samples are expected first, or second where the first dimension "
+        "has another size, but this tensor has something else there.",
+        fix="Give the tensor samples as its first dimension before dropout, set this dropout to 0, choose a "
+        "microbatch_size that is no size or divisor of that dimension, or leave tp and cp out.",
     )
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from paceline.errors import PacelineError
 from paceline.parallel.experts.forms import ExpertForm
 from paceline.parallel.experts.loop import ExpertLoop, TrialLoop, like, loop_error
 from paceline.parallel.split import Split, WholeOn
 from paceline.torch_seams.dispatch import with_functions, without_functions
-from paceline.torch_seams.modules import DropoutBase, copy_tree
+from paceline.torch_seams.modules import DropoutBase, copy_tree, list_hooks
 from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_leaves
 
@@ -99,6 +100,8 @@ class ListForm(ExpertForm):
             answer: computes the answers.
         """
         forward = self.module.forward
+        for name, expert in zip(self._children, self._experts, strict=True):
+            _refuse_hooks(join_names(self.name, name), expert)
         # Their hooks run where an expert is called, and stages of pp follow the calls there.
         self._twins = [copy_tree(expert) for expert in self._experts]
         for number, expert in enumerate(self._experts):
@@ -227,3 +230,19 @@ def _call_expert(form: ListForm, number: int, _: nn.Module, *args: Any, **kwargs
 
 def _is_trial(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, Tensor) and is_fake(leaf) for leaf in tree_leaves((args, kwargs)))
+
+
+def _refuse_hooks(name: str, expert: nn.Module) -> None:
+    """Raise PL657 for hooks of the user's on modules inside of an expert."""
+    for own, module in expert.named_modules():
+        for hook in list_hooks(module):
+            function = getattr(hook, "func", hook)  # of a partial
+            place = getattr(function, "__module__", None) or type(function).__module__
+            if not place.startswith(("paceline.", "torch.")):
+                raise PacelineError(
+                    "PL657",
+                    saw=f"a hook of {place} on {join_names(name, own)}, with layout.ep above 1.",
+                    rule="Under ep, a rank computes some of the experts, for tokens of several microbatches "
+                    "at once, so such a hook would see other tensors than in one process.",
+                    fix="Register the hook on the mixture around the experts, or leave ep out.",
+                )

@@ -63,7 +63,8 @@ class Stages:
         homes: by stage, the rank of pp that holds it.
         own: the stages of this rank.
         shared: by name of a weight that several stages use, these stages.
-        holders: by name of a parameter, the ranks of pp that hold it, that of its first stage first.
+        holders: by name of a parameter, the ranks of pp that hold it, that of its first stage first; also of
+            a buffer that a stage changes, the rank of that stage.
         shards: of the parameters over dp_shard, if it has several ranks.
 
     Raises:
@@ -128,6 +129,9 @@ class Stages:
             name: tuple(dict.fromkeys(self.homes[stage] for stage in stages))
             for name, stages in users.items()
         }
+        for name, segments in record.buffers.items():
+            self.holders[name] = (self.homes[cut.find_stage(min(segments))],)
+        self.kept = record.buffers.keys() - record.dependent
         log.info("%s", self._describe(costs, unit))
 
     @property

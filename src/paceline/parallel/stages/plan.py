@@ -54,17 +54,27 @@ class StageCut:
         return found
 
     def check_writes(self) -> None:
-        """Raise PL483 if a stage changes in place what another one made."""
+        """Raise PL483 if a stage changes in place what another one made or uses."""
         for made, segment, module in self.record.writes:
             if self.find_stage(self.record.learned[made].segment) != self.find_stage(segment):
-                raise PacelineError(
-                    "PL483",
-                    saw=f"{module or 'the model'} changes in place a tensor that an earlier stage made, or "
-                    "uses a buffer that an earlier stage changes.",
-                    rule="Under pp, a stage gets a copy of what earlier stages made, and may have to pass "
-                    "it on unchanged.",
-                    fix="Use the operation that returns a new tensor, for example x + y in place of x += y.",
+                raise changed_error(
+                    f"{module or 'the model'} changes in place a tensor that an earlier stage made."
                 )
+        for name, segments in self.record.buffers.items():
+            if len(set(map(self.find_stage, segments | self.record.buffer_users.get(name, set())))) > 1:
+                raise changed_error(f"a stage changes the buffer {name}, which another stage uses.")
+
+
+def changed_error(saw: str) -> PacelineError:
+    """Return the error for a change in place that pp cannot follow."""
+    return PacelineError(
+        "PL483",
+        saw=saw,
+        rule="Under pp, a stage gets a copy of what earlier stages made, buffers are not sent, and forwards "
+        "of several microbatches run before the first backward.",
+        fix="Use the operation that returns a new tensor, for example x + y in place of x += y, and compute "
+        "with buffer.clone() after changing a buffer.",
+    )
 
 
 def find_starts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from paceline.parallel.flops import FlopCounter
 from paceline.parallel.results import list_held
 from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
 from paceline.torch_seams.fake import FakeTensorMode, RunFake
-from paceline.torch_seams.modules import NormBase, list_forward_hooks
+from paceline.torch_seams.modules import NormBase, list_forward_hooks, own_buffers
 from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_flatten, tree_map_only
 
@@ -31,6 +31,8 @@ _READS = frozenset(
 _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__"}
 )
+_NORMS = frozenset({"batch_norm", "instance_norm"})  # they change buffers that they are given
+_SHARING = frozenset({"data.__get__", "detach"})
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
 # A tensor's name: the call that made it, and its place among that call's results.
 Made = tuple[Call, int]
@@ -107,6 +109,9 @@ class ForwardRecord:
         readers: by the id of a parameter, the full names of the modules that compute with it.
         costs: floating-point operations by segment.
         writes: tensors that a later segment changes in place: (name, segment, module).
+        buffers: by full name, the segments that change a buffer; left out where all stages do.
+        dependent: names of buffers whose new values follow from the batch.
+        buffer_users: by full name of a buffer, the segments that use it.
     """
 
     num_segments: int = 0
@@ -119,6 +124,9 @@ class ForwardRecord:
     readers: dict[int, set[str]] = field(default_factory=dict)
     costs: list[float] = field(default_factory=list)
     writes: list[tuple[Made, int, str]] = field(default_factory=list)
+    buffers: dict[str, set[int]] = field(default_factory=dict)
+    dependent: set[str] = field(default_factory=set)
+    buffer_users: dict[str, set[int]] = field(default_factory=dict)
 
 
 def record_forward(
@@ -141,7 +149,7 @@ def record_forward(
         PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
     """
     recorder = _Recorder(model, blocks, device)
-    with _kept_attributes(model), _kept_statistics(model), FlopCounter() as counter:
+    with _kept_attributes(model), _kept_buffers(model, recorder), FlopCounter() as counter:
         recorder.count = counter.get_total_flops
         with recorder.following(), RunFake():  # type: ignore[no-untyped-call]
             output = run()
@@ -167,6 +175,9 @@ class _Recorder(Walker):
         self._users: dict[Made, set[tuple[int, str]]] = defaultdict(set)
         self._outputs: dict[str, set[int]] = {}
         self._learned: set[int] = set()
+        self._of_batch: set[int] = set()
+        norms = [module for _, module in self._modules if isinstance(module, NormBase)]
+        self._statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         self._twins: dict[int, Tensor] = {}
         self._origins: dict[int, int] = {}
         mode = self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -209,15 +220,25 @@ class _Recorder(Walker):
         is_learned = any(id(tensor) in self._learned for tensor in inputs)
         if is_learned and name in _READS:
             raise _decision_error(self.module_name, name)
-        changed = kwargs.get("out", inputs[0]) if is_learned and _writes(name, kwargs) else None
-        if changed is not None and not is_fake(changed):
+        changed = kwargs.get("out", inputs[0]) if inputs and _writes(name, kwargs) else None
+        if is_learned and changed is not None and not is_fake(changed):
             self._forget_numbers(changed)
             return self.run_function(call, function, args, kwargs)
-        self._use(inputs)
+        if not name.endswith(".__get__"):
+            self._use(inputs)
         output = function(*args, **kwargs)
         outputs = list_tensors(output)
+        depends = any(map(self._depends, inputs))
+        if depends:
+            self._of_batch |= {id(changed), *map(id, outputs)}
+        if name in _SHARING and inputs and id(inputs[0]) in self._buffers:
+            self._buffers |= {id(tensor): self._buffers[id(inputs[0])] for tensor in outputs}
+        for buffer in inputs if name in _NORMS else ():
+            if id(buffer) in self._buffers and id(buffer) not in self._statistics:
+                self._of_batch.add(id(buffer))
+                self._note_buffer(buffer, self.segment, "/")
         if changed is not None:
-            self._note_write(changed)
+            self._note_write(changed, is_learned=is_learned)
         if not outputs:
             if is_learned and name == "__setitem__":
                 self._record.functions[call] = self._describe(name, output, inputs, self.segment)
@@ -287,10 +308,9 @@ class _Recorder(Walker):
             if id(tensor) in self._origins:
                 self._record.parameters.setdefault(self._origins[id(tensor)], set()).add(self.segment)
             elif id(tensor) in self._names:
-                made = self._names[id(tensor)]
-                self._users[made].add((self.segment, self.path))
-                if made[0][1].startswith("buffer ") and self._found[made][1] < self.segment:
-                    self._record.writes.append((made, self.segment, self.module_name))  # no stage sends it
+                self._users[self._names[id(tensor)]].add((self.segment, self.path))
+            if id(tensor) in self._buffers:
+                self._record.buffer_users.setdefault(self._buffers[id(tensor)], set()).add(self.segment)
 
     def _forget_numbers(self, target: Tensor) -> None:
         """Use a tensor without numbers in the place of one that becomes learned, and of the one it views."""
@@ -307,12 +327,40 @@ class _Recorder(Walker):
                 made = self._names[id(new)] = self._names[id(old)]
                 self._found[made] = new, self._found[made][1]
 
-    def _note_write(self, target: Tensor) -> None:
-        """Note that a tensor, and all that shares its memory, depends on parameters from here on."""
+    def note_replaced(self, name: str, buffer: Tensor) -> bool:
+        """Note that the forward has put another tensor in a buffer's place; return whether it has numbers."""
+        made = self._names.get(id(buffer))
+        if is_fake(buffer):  # `out=` returns what is given, here the buffer's twin
+            return self._buffers.get(id(buffer)) == name
+        if made is not None:
+            self._buffers[id(buffer)] = name
+            self._note_buffer(buffer, self._found[made][1], self._paths[made])
+        return True
+
+    def _note_buffer(self, buffer: Tensor, segment: int, path: str) -> None:
+        """Note a changed buffer. What the model's own forward does without parameters, all stages do."""
+        name = self._buffers[id(buffer)]
+        if "/" in path:
+            self._record.buffers.setdefault(name, set()).add(segment)
+        if id(buffer) in self._of_batch:
+            self._record.dependent.add(name)
+
+    def _depends(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's numbers follow from the batch."""
+        number = id(tensor)
+        is_known = number in self._names or number in self._buffers or number in self._origins
+        return number in self._of_batch or not is_known
+
+    def _note_write(self, target: Tensor, *, is_learned: bool) -> None:
+        """Note a write; if it is learned, the target and all that shares its memory are from here on."""
         base = target if target._base is None else target._base
-        if id(base) in self._buffers and id(base) not in self._names:
-            made = self._names[id(base)] = ("", f"buffer {self._buffers[id(base)]}", 0), 0
-            self._found[made], self._paths[made] = (base, self.segment), ""
+        if id(base) in self._buffers:
+            if id(target) in self._of_batch:
+                self._of_batch.add(id(base))
+            self._note_buffer(base, self.segment, "/" if is_learned else self.path)
+        if not is_learned:
+            return
+        self._learned.add(id(base))
         for made, (tensor, segment) in self._found.items():
             if tensor is base or tensor._base is base:
                 self._learned.add(id(tensor))
@@ -367,16 +415,25 @@ def _kept_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore the running statistics that a forward has changed, among them the number of batches."""
-    layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False) if not buffer.is_meta]
-    saved = [buffer.clone() for buffer in buffers]
+def _kept_buffers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Restore the buffers that a forward has changed, and refuse tensors without numbers in their places."""
+    owners = [(name, own_buffers(module)) for name, module in model.named_modules()]
+    saved = [(b, None if b is None or b.is_meta else b.clone()) for _, own in owners for b in own.values()]
+    kept = [dict(own) for _, own in owners]
     try:
         yield
+        for (name, own), before in zip(owners, kept, strict=True):
+            for key, buffer in own.items():
+                if buffer is None or buffer is before.get(key):
+                    continue
+                if not recorder.note_replaced(f"{name}.{key}".removeprefix("."), buffer):
+                    raise _kept_error(name, key)
     finally:
-        for buffer, value in zip(buffers, saved, strict=True):
-            buffer.data.copy_(value)
+        for (_, own), before in zip(owners, kept, strict=True):
+            own.update(before)
+        for buffer, value in saved:
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)
 
 
 def _decision_error(module: str, name: str) -> PacelineError:

@@ -78,12 +78,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         change_calls(modules[name], SIZED | SUMMED, listed)
     for key, split in plan.draws.items():
         assert masks is not None
-        if split is None:
-            masks.splits[key] = []
-            continue
-        # Samples that share a dimension with the heads, outside of them, are counted per sample there.
-        outer = split.outer // NUM_SAMPLES if split.dim == 0 else split.outer
-        masks.splits[key] = [Cut(split.dim, max(1, outer), axis.size, axis.rank)]
+        masks.splits[key] = [] if split is None else [Cut.of(split, axis.rank, NUM_SAMPLES)]
     for key in along.draws:
         assert masks is not None
         masks.splits[key] = [Cut(DIM, 1, axis.size, axis.rank)]

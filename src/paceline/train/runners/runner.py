@@ -33,7 +33,7 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
-from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.batchnorm import ForwardBuffer, RunningStatistics
 from paceline.parallel.compress import Compression
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.flops import FlopCounter
@@ -112,6 +112,10 @@ class Runner(ABC):
 
     # Whether ranks run parts of a forward, so that none of them can run all of it.
     is_staged = False
+
+    def list_kept(self) -> list[ForwardBuffer] | None:
+        """Return this rank's buffers that a forward changes alike for any samples; `None` if not known."""
+        return None
 
     @property
     def has_outputs(self) -> bool:

@@ -41,9 +41,11 @@ from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
 from paceline.parallel.shard.whole import split_groups
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
+from paceline.parallel.stages.plan import changed_error
 from paceline.parallel.stages.received import ReceivedGradient, receive
 from paceline.parallel.stages.reduction import build_sums
 from paceline.parallel.sums.gradients import Gradients
+from paceline.phrases import first_line
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind
 from paceline.pipeline.timeline import Timeline
@@ -326,12 +328,17 @@ class StagedRunner(StagedForwards):
                 roots.append(self._weights[message.name])
         self._stages.divide_rows(self._cuts[number])  # for blocks that are computed again
         with self._drawing(work, work.share.samples[number]):
-            if kept.loss is not None:
-                assert not roots
-                self._backward(kept.loss, work.unit)
-            elif roots:
-                with explaining_recompute():
-                    torch.autograd.backward(roots, gradients)
+            try:
+                if kept.loss is not None:
+                    assert not roots
+                    self._backward(kept.loss, work.unit)
+                elif roots:
+                    with explaining_recompute():
+                        torch.autograd.backward(roots, gradients)
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise changed_error(f"{first_line(error)} (in the backward of stage {stage}).") from error
         given: dict[Message, list[Tensor]] = {}
         for message in list_results(action, self._stages.num_stages, self._shared):
             if message.content is Payload.SHARED:

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.data.share import Share
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
+from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
@@ -57,6 +58,10 @@ class StagedForwards(Runner):
     @property
     def has_outputs(self) -> bool:
         return self._stages.num_stages - 1 in self._stages.own
+
+    def list_kept(self) -> list[ForwardBuffer]:
+        kept = self._stages.kept
+        return [b for b in list_forward_buffers(self._model) if b.name in kept and self._stages.holds(b.name)]
 
     @torch.no_grad()
     def _forward_all(
