@@ -28,6 +28,7 @@ from paceline.plan.parameters import Parameter, list_parameters
 from paceline.plan.traffic import list_tp_calls, plan_traffic
 from paceline.recipe import (
     RESUMABLE,
+    SETTINGS,
     Layout,
     Recipe,
     enumerate_layouts,
@@ -54,6 +55,8 @@ RANGES = {
     "9": "profiling and collectives",
 }
 
+_ARGUMENTS = {each.key: each.argument for each in SETTINGS}
+
 
 def generate() -> dict[str, str]:
     """The text of every generated page, by its file name in docs/."""
@@ -76,6 +79,7 @@ def _recipe_page() -> Iterator[str]:
         "converted. `--set section.key=value` overrides the file; `--set section.key=none` leaves an\n"
         "optional key out. Keys marked with ↻ may change when a run is resumed; a change of any other key\n"
         "is refused. `paceline train --accept section.key` accepts it: the run continues with new values.\n"
+        "`Trainer(name=)` is the argument of a trainer that means the same.\n"
     )
     for section, field in Recipe.model_fields.items():
         needed = " (needed)" if field.is_required() else ""
@@ -101,7 +105,10 @@ def _row(section: str, name: str, field: FieldInfo) -> str:
     else:
         default = "" if field.default is None else f"`{format_value(field.default)}`"
     described = _type(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
-    cells = [f"`{name}`{mark}", described, default, _one_line(field.description or "")]
+    meaning = _one_line(field.description or "")
+    if argument := _ARGUMENTS.get(f"{section}.{name}"):
+        meaning += f" `Trainer({argument}=)`."
+    cells = [f"`{name}`{mark}", described, default, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -13,14 +13,31 @@ from torch import Tensor, nn
 
 from paceline.parallel.replicate import ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
-from paceline.recipe import Layout
+from paceline.recipe import SETTINGS, Layout, Recipe
+from paceline.recipe.explain import field_at
 from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.train.arguments import Arguments
 from paceline.train.trainer import Trainer
 from paceline.world import start
 
 # Compared otherwise (models and optimizers by what they are), or only about what rank 0 writes.
-NOT_LISTED = {"optimizer", "keep", "tensorboard", "tokens_per_sample", "peak_flops"}
+NOT_LISTED = {"optimizer", "tokens_per_sample", *(each.argument for each in SETTINGS if each.is_local)}
+# Code, sections and what has no key of a recipe.
+ONLY_OF_A_TRAINER = {
+    *(
+        "model",
+        "optimizer",
+        "forward",
+        "loss",
+        "step",
+        "schedule",
+        "comm_hook",
+        "example",
+        "ema",
+        "loss_over",
+    ),
+    *("layout", "tp_plan", "experts", "shard", "ddp", "compress", "tokens_per_sample", "recipe_toml"),
+}
 
 
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -52,6 +69,27 @@ def test_a_trainer_keeps_every_argument_that_it_is_given() -> None:
         other = Trainer(nn.Linear(2, 2), optimizer=sgd, loss=lose, seed=6)._given
     assert (given.loss, given.clip_norm, given.keep, given.seed) == (lose, 0.5, 7, 5)
     assert (other.clip_norm, other.keep, other.seed) == (0.0, 3, 6)
+
+
+def test_the_table_of_settings_names_what_a_recipe_and_a_trainer_share() -> None:
+    """An argument has the default of its key, except for those below."""
+    known, defaults = inspect.signature(Trainer).parameters, {}
+    for each in SETTINGS:
+        section, _, key = each.key.partition(".")
+        assert section in Recipe.model_fields, each.key
+        field = field_at(each.key)
+        assert (field is not None) == bool(key), each.key
+        if each.argument and field is not None and field.default != known[each.argument].default:
+            defaults[each.argument] = (field.default, known[each.argument].default)
+    found = {each.argument for each in SETTINGS if each.argument}
+    assert known.keys() - found == ONLY_OF_A_TRAINER
+    # A trainer takes whole shares and the world's seed; a script asks for clipping and event files itself.
+    assert defaults == {
+        "microbatch_size": (4, None),
+        "clip_norm": (1.0, 0.0),
+        "seed": (0, None),
+        "tensorboard": (True, False),
+    }
 
 
 @pytest.mark.usefixtures("_started")

@@ -1,6 +1,7 @@
 """Defines what a run is: typed, validated, from TOML."""
 
 from paceline.recipe.elastic import Settled, settle_recipe
+from paceline.recipe.keys import RESUMABLE, SETTINGS, read_arguments
 from paceline.recipe.layout import Layout
 from paceline.recipe.legal import (
     LayoutErrors,
@@ -13,7 +14,6 @@ from paceline.recipe.legal import (
 )
 from paceline.recipe.load import dump_recipe, load_recipe, parse_recipe
 from paceline.recipe.resume import (
-    RESUMABLE,
     advise_accept,
     check_accepted,
     check_resumable,
@@ -25,6 +25,7 @@ from paceline.recipe.schema import Recipe
 
 __all__ = [
     "RESUMABLE",
+    "SETTINGS",
     "Layout",
     "LayoutErrors",
     "Recipe",
@@ -42,6 +43,7 @@ __all__ = [
     "load_recipe",
     "nearest",
     "parse_recipe",
+    "read_arguments",
     "refuse_layout",
     "remark_layout",
     "settle_recipe",

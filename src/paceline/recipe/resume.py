@@ -1,4 +1,4 @@
-"""Lists the keys of a recipe that may change when a run is resumed, and accepts others that the user names.
+"""Refuses a recipe that would make a resumed run another one, and accepts changes that the user names.
 
 Two checks compare a run with the recipe that resumes it: `check_resumable` compares recipes, key by key, and
 the trainer compares the settings that its checkpoint records (`train/settings.py`), such as `clip_norm` or
@@ -12,54 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.recipe.keys import RESUMABLE, SETTINGS
 from paceline.recipe.schema import Recipe
-
-# Keys (or whole sections) that may change between two starts of one run, each because it does not change the
-# meaning of the steps already taken. Everything else defines the run.
-RESUMABLE: dict[str, str] = {
-    "train.steps": "a run may be made longer or shorter; the schedule is then that of the new length",
-    "train.epochs": "as train.steps",
-    "train.eval_every": "looking does not change the run",
-    "train.eval_samples": "looking does not change the run",
-    "train.max_skipped_in_a_row": "a limit, not a part of the arithmetic",
-    "train.reduction": "changes last bits only, and resuming reports it",
-    "train.threads_per_rank": "changes last bits only, and resuming reports it",
-    "train.device": "changes last bits only, and resuming reports it",
-    "train.compile": "changes last bits only",
-    "train.timeout_s": "a limit, not a part of the arithmetic",
-    "layout": "the same numbers on any layout",
-    "elastic": "the same numbers on any layout",
-    "ddp": "speed only",
-    "compress.links": "how sums are distributed; the same numbers for a number of slots",
-    "compress.slots": "the checkpoint has the number of slots, and compares it",
-    "shard.reshard_after_forward": "memory and speed only",
-    "shard.prefetch": "memory and speed only",
-    "shard.offload_folder": "where files lie",
-    "loader": "speed only",
-    "checkpoint": "what is kept, not what is computed",
-    "metrics": "what is written, not what is computed",
-    "data.cache_dir": "where files lie",
-}
 
 # Keys that cannot be accepted, with the reason.
 _FIXED = {"train.seed": "The seed determines the order of samples, so the saved position would mean others."}
-
-# By key or section: the trainer's settings that follow from it. A setting stands for all that begin with it
-# and a dot.
-_SETTINGS: dict[str, tuple[str, ...]] = {
-    "optimizer": ("optimizer", "schedule"),
-    "train.global_batch_size": ("train.global_batch_size", "valid.global_batch_size"),
-    "train.microbatch_size": ("microbatch_size", "train.microbatch_size", "valid.microbatch_size"),
-    "train.clip_norm": ("clip_norm",),
-    "train.dtype": ("dtype",),
-    "compress.kind": ("compress.kind",),
-    "compress.density": ("compress.density",),
-    "compress.rank": ("compress.rank",),
-    "compress.slots": ("compress.slots",),
-    "compress.after_steps": ("compress.after_steps",),
-    "train.sync_batchnorm": ("sync_batchnorm",),
-    "data": ("train.data", "valid.data", "loaders.train", "loaders.valid"),
-}
 
 
 def check_accepted(accept: Sequence[str], *recipes: Recipe) -> None:
@@ -95,7 +52,7 @@ def check_accepted(accept: Sequence[str], *recipes: Recipe) -> None:
 
 def list_settings(accept: Sequence[str]) -> list[str]:
     """Return the trainer's settings that accepted keys and sections stand for."""
-    found = [name for key, names in _SETTINGS.items() if _concerns(accept, key) for name in names]
+    found = [name for each in SETTINGS if _concerns(accept, each.key) for name in each.names]
     if _concerns(accept, "train.global_batch_size"):
         found.append("optimizer.lr")  # may be scaled by the batch size
     return list(dict.fromkeys(found))
@@ -103,9 +60,10 @@ def list_settings(accept: Sequence[str]) -> list[str]:
 
 def find_key(setting: str) -> str | None:
     """Return the key or section of a recipe to accept for a setting of the trainer, or `None`."""
-    for key, names in _SETTINGS.items():
-        if any(setting == name or setting.startswith(f"{name}.") for name in names):
-            return key
+    for each in SETTINGS:
+        follows = any(setting == name or setting.startswith(f"{name}.") for name in each.names)
+        if follows and each.key not in _FIXED:
+            return each.key
     return None
 
 

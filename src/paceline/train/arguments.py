@@ -15,7 +15,7 @@ from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.stages.measure import TimedBatch
-from paceline.recipe import Layout
+from paceline.recipe import SETTINGS, Layout
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
 from paceline.recipe.layout import MEASURED
@@ -255,19 +255,12 @@ class Arguments:
             *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),
             RunSetting("compress.links", self._compress_section.links),
             RunSetting("layout", layout),
-            RunSetting("dtype", self.dtype, is_kept=True),
-            RunSetting("reduction", self.reduction),
-            RunSetting("microbatch_size", self.microbatch_size, is_kept=True),
-            RunSetting("clip_norm", self.clip_norm, is_kept=True),
-            RunSetting("seed", self.seed, is_kept=True),
-            RunSetting("sync_batchnorm", self.sync_batchnorm, is_kept=True),
-            RunSetting("compile", self.compile),
+            *(
+                RunSetting(each.argument, getattr(self, each.argument), is_kept=each.argument in each.names)
+                for each in SETTINGS
+                if each.argument and not each.is_local
+            ),
             RunSetting("ema", self.ema, is_kept=True),
-            RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
-            RunSetting("checkpoint_mode", self.checkpoint_mode),
-            RunSetting("checkpoint_copies", self.checkpoint_copies),
-            RunSetting("asynchronous_saves", self.asynchronous_saves),
-            RunSetting("max_failed_saves", self.max_failed_saves),
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
             RunSetting("tp_plan", self.tp_plan),

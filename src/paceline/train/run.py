@@ -16,7 +16,7 @@ from paceline.data import TaskData, build_data, measure_bigram
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
-from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, settle_recipe
+from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.layout import MEASURED
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
@@ -106,8 +106,9 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         settings: other arguments of `Trainer`, such as `comm_hook`.
     """
     settled = settle_recipe(recipe, current_world().world_size)
-    task, train, layout = build_task(recipe), recipe.train, settled.layout
-    num_examples = train.microbatch_size if layout.stages == MEASURED else 2  # blocks are timed on these
+    task, layout = build_task(recipe), settled.layout
+    # Blocks are timed on these.
+    num_examples = recipe.train.microbatch_size if layout.stages == MEASURED else 2
     return Trainer(
         lambda: build_model(recipe, data),
         forward=task.forward,
@@ -119,25 +120,11 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         example=default_collate([data.train[place] for place in range(num_examples)])
         if layout.num_sample_parts > 1
         else None,
-        dtype=train.dtype,
-        reduction=train.reduction,
-        microbatch_size=train.microbatch_size,
-        clip_norm=train.clip_norm,
-        seed=train.seed,
         ddp=settled.recipe.ddp,
         compress=settled.recipe.compress,
-        sync_batchnorm=train.sync_batchnorm,
-        compile=train.compile,
-        max_skipped_in_a_row=train.max_skipped_in_a_row,
-        keep=recipe.checkpoint.keep,
-        checkpoint_mode=recipe.checkpoint.mode,
-        checkpoint_copies=recipe.checkpoint.copies,
-        asynchronous_saves=recipe.checkpoint.asynchronous,
-        max_failed_saves=recipe.checkpoint.max_failed,
-        tensorboard=recipe.metrics.tensorboard,
         tokens_per_sample=data.tokens_per_sample,
-        peak_flops=recipe.metrics.peak_flops,
         recipe_toml=dump_recipe(recipe),
+        **read_arguments(recipe),
         **settings,
     )
 
