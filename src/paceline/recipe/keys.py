@@ -14,7 +14,7 @@ from paceline.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecipeKey:
     """A key of a recipe, or a section for all of its keys.
 
     Attributes:
@@ -39,58 +39,60 @@ _BITS = "changes last bits only, and resuming reports it"
 _LAYOUT = "the same numbers on any layout"
 
 SETTINGS = (
-    Setting("data", names=("train.data", "valid.data", "loaders.train", "loaders.valid")),
-    Setting("data.cache_dir", may_change="where files lie"),
-    Setting(
+    RecipeKey("data", names=("train.data", "valid.data", "loaders.train", "loaders.valid")),
+    RecipeKey("data.cache_dir", may_change="where files lie"),
+    RecipeKey(
         "train.steps",
         may_change="a run may be made longer or shorter; the schedule is then that of the new length",
     ),
-    Setting("train.epochs", may_change="as train.steps"),
-    Setting("train.global_batch_size", names=("train.global_batch_size", "valid.global_batch_size")),
-    Setting(
+    RecipeKey("train.epochs", may_change="as train.steps"),
+    RecipeKey("train.global_batch_size", names=("train.global_batch_size", "valid.global_batch_size")),
+    RecipeKey(
         "train.microbatch_size",
         "microbatch_size",
         names=("microbatch_size", "train.microbatch_size", "valid.microbatch_size"),
     ),
-    Setting("train.eval_every", may_change=_LOOK),
-    Setting("train.eval_samples", may_change=_LOOK),
-    Setting("train.dtype", "dtype", names=("dtype",)),
-    Setting("train.reduction", "reduction", may_change=_BITS),
-    Setting("train.threads_per_rank", may_change=_BITS),
-    Setting("train.device", may_change=_BITS),
-    Setting("train.clip_norm", "clip_norm", names=("clip_norm",)),
-    Setting("train.seed", "seed", names=("seed",)),
-    Setting("train.sync_batchnorm", "sync_batchnorm", names=("sync_batchnorm",)),
-    Setting("train.compile", "compile", may_change="changes last bits only"),
-    Setting("train.max_skipped_in_a_row", "max_skipped_in_a_row", may_change=_LIMIT),
-    Setting("train.timeout_s", may_change=_LIMIT),
-    Setting("optimizer", names=("optimizer", "schedule")),
-    Setting("layout", may_change=_LAYOUT),
-    Setting("elastic", may_change=_LAYOUT),
-    Setting("ddp", may_change="speed only"),
-    Setting("compress.kind", names=("compress.kind",)),
-    Setting("compress.density", names=("compress.density",)),
-    Setting("compress.rank", names=("compress.rank",)),
-    Setting("compress.after_steps", names=("compress.after_steps",)),
-    Setting("compress.links", may_change="how sums are distributed; the same numbers for a number of slots"),
-    Setting(
+    RecipeKey("train.eval_every", may_change=_LOOK),
+    RecipeKey("train.eval_samples", may_change=_LOOK),
+    RecipeKey("train.dtype", "dtype", names=("dtype",)),
+    RecipeKey("train.reduction", "reduction", may_change=_BITS),
+    RecipeKey("train.threads_per_rank", may_change=_BITS),
+    RecipeKey("train.device", may_change=_BITS),
+    RecipeKey("train.clip_norm", "clip_norm", names=("clip_norm",)),
+    RecipeKey("train.seed", "seed", names=("seed",)),
+    RecipeKey("train.sync_batchnorm", "sync_batchnorm", names=("sync_batchnorm",)),
+    RecipeKey("train.compile", "compile", may_change="changes last bits only"),
+    RecipeKey("train.max_skipped_in_a_row", "max_skipped_in_a_row", may_change=_LIMIT),
+    RecipeKey("train.timeout_s", may_change=_LIMIT),
+    RecipeKey("optimizer", names=("optimizer", "schedule")),
+    RecipeKey("layout", may_change=_LAYOUT),
+    RecipeKey("elastic", may_change=_LAYOUT),
+    RecipeKey("ddp", may_change="speed only"),
+    RecipeKey("compress.kind", names=("compress.kind",)),
+    RecipeKey("compress.density", names=("compress.density",)),
+    RecipeKey("compress.rank", names=("compress.rank",)),
+    RecipeKey("compress.after_steps", names=("compress.after_steps",)),
+    RecipeKey(
+        "compress.links", may_change="how sums are distributed; the same numbers for a number of slots"
+    ),
+    RecipeKey(
         "compress.slots",
         may_change="the checkpoint has the number of slots, and compares it",
         names=("compress.slots",),
     ),
-    Setting("shard.reshard_after_forward", may_change="memory and speed only"),
-    Setting("shard.prefetch", may_change="memory and speed only"),
-    Setting("shard.offload_folder", may_change="where files lie"),
-    Setting("loader", may_change="speed only"),
-    Setting("checkpoint", may_change="what is kept, not what is computed"),
-    Setting("checkpoint.keep", "keep", is_local=True),
-    Setting("checkpoint.mode", "checkpoint_mode"),
-    Setting("checkpoint.copies", "checkpoint_copies"),
-    Setting("checkpoint.asynchronous", "asynchronous_saves"),
-    Setting("checkpoint.max_failed", "max_failed_saves"),
-    Setting("metrics", may_change="what is written, not what is computed"),
-    Setting("metrics.tensorboard", "tensorboard", is_local=True),
-    Setting("metrics.peak_flops", "peak_flops", is_local=True),
+    RecipeKey("shard.reshard_after_forward", may_change="memory and speed only"),
+    RecipeKey("shard.prefetch", may_change="memory and speed only"),
+    RecipeKey("shard.offload_folder", may_change="where files lie"),
+    RecipeKey("loader", may_change="speed only"),
+    RecipeKey("checkpoint", may_change="what is kept, not what is computed"),
+    RecipeKey("checkpoint.keep", "keep", is_local=True),
+    RecipeKey("checkpoint.mode", "checkpoint_mode"),
+    RecipeKey("checkpoint.copies", "checkpoint_copies"),
+    RecipeKey("checkpoint.asynchronous", "asynchronous_saves"),
+    RecipeKey("checkpoint.max_failed", "max_failed_saves"),
+    RecipeKey("metrics", may_change="what is written, not what is computed"),
+    RecipeKey("metrics.tensorboard", "tensorboard", is_local=True),
+    RecipeKey("metrics.peak_flops", "peak_flops", is_local=True),
 )
 
 RESUMABLE = {each.key: each.may_change for each in SETTINGS if each.may_change}
