@@ -182,6 +182,13 @@ class Loader:
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
         weakref.finalize(self, end_workers, self._torch_loader, os.getpid())
 
+    def __repr__(self) -> str:
+        size = "a stream" if self.num_samples is None else f"{self.num_samples} samples"
+        return (
+            f"Loader({self.name}: {size} in batches of {self.global_batch_size}, microbatches of "
+            f"{self.microbatch_size}; epoch {self.epoch}, batch {self._position.number})"
+        )
+
     @property
     def epoch(self) -> int:
         """The epoch that the next global batch belongs to, from 0."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.data.loader import Loader
 
 
-@dataclass
+@dataclass(repr=False)
 class Share:
     """One rank's part of one global batch, as a `Loader` yields it.
 
@@ -49,6 +49,13 @@ class Share:
     source: Loader | None = field(default=None, repr=False, compare=False)
     by_rank: tuple[int, ...] = ()
     digests: Digests = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """What it is part of; the samples are in `microbatches`."""
+        return (
+            f"Share({len(self.microbatches)} of {self.num_microbatches} microbatches of batch {self.number} "
+            f"in epoch {self.epoch}, {self.num_samples} samples)"
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -45,6 +45,12 @@ class Step:
     data_s: float
     comm_s: float
 
+    def __str__(self) -> str:
+        text = (
+            f"step {self.number}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}, lr {self.lr:.3g}"
+        )
+        return f"{text}, skipped: {self.skipped}" if self.skipped else text
+
     @property
     def loss(self) -> float:
         """Mean loss over the global batch, before the update (of the first model if there are several)."""

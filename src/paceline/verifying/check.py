@@ -32,7 +32,7 @@ from paceline.verifying.subject import RecipeSubject, Subject, UserSubject
 Run = Callable[[Callable[..., Any], int, tuple[Any, ...]], list[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayoutResult:
     """The result of verifying one layout.
 
@@ -64,8 +64,17 @@ class LayoutResult:
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        bits = "the same bits" if self.same_bits else f"largest difference {self.worst:.2g} of its tolerance"
+        lines = [
+            f"{self.layout or 'one process'} on {ranks}: {self.status}"
+            + (f", {bits}" if self.num_compared else "")
+        ]
+        return "\n".join([*lines, *(f"  {finding}" for finding in self.findings)])
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Verified:
     """The result of `verify`; `dataclasses.asdict` of it can be written as JSON.
 
@@ -98,6 +107,13 @@ class Verified:
     reference_s: float
     draws: list[Finding]
     remarks: list[Finding] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """The layouts, a line each, with causes and remarks; the tolerances are in `tolerances`."""
+        lines = [
+            f"{self.num_steps} steps in {self.dtype}, {self.num_tensors} tensors compared with one process"
+        ]
+        return "\n".join([*lines, *map(repr, self.results), *map(str, (*self.draws, *self.remarks))])
 
     @property
     def ok(self) -> bool:

@@ -75,6 +75,10 @@ class SaveHandle(os.PathLike[str]):
         self.is_told = False
         self._saving = saving
 
+    def __repr__(self) -> str:
+        state = "being saved" if self.outcome is None else "failed" if self.failed else "saved"
+        return f"SaveHandle(step {self.step}, {state}: {self.path})"
+
     @property
     def failed(self) -> bool:
         """Whether the save is known to have failed."""
