@@ -151,6 +151,18 @@ class World:
                 num_usable,
             )
 
+    def switch_on_determinism(self) -> None:
+        """Let CUDA use only deterministic kernels until close, and log it, unless it does already."""
+        if self.device.type == "cuda" and not self.deterministic:
+            if self.is_main:
+                log.warning(
+                    "deterministic kernels are switched on: without them the exact reduction would not give "
+                    "the same bits on CUDA. They may be slower, and an operation that has none is an error; "
+                    'reduction="fast" does not need them'
+                )
+            _make_deterministic(self._undo, is_late=True)
+            self.deterministic = True
+
     def on_close(self, callback: Callable[[], None]) -> None:
         """Register a function to call at close, when the process group is gone; the last one runs first."""
         self._undo.callback(callback)
@@ -376,10 +388,11 @@ def _seed_everything(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)  # it takes 32 bits
 
 
-def _make_deterministic(undo: contextlib.ExitStack) -> None:
+def _make_deterministic(undo: contextlib.ExitStack, *, is_late: bool = False) -> None:
+    """Use deterministic kernels only; `is_late` if `start` has initialised CUDA, but not cuBLAS."""
     name = "CUBLAS_WORKSPACE_CONFIG"
     if name not in os.environ:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not is_late and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise PacelineError(
                 "PL314",
                 saw=f"deterministic=True after CUDA has started, with {name} unset.",

@@ -31,12 +31,14 @@ from paceline.torch_seams.operators import measure_norms
 Named = Sequence[tuple[str, Tensor | None]]
 # Divides by whole rows, as dp_shard does.
 _EP = "ep"
+# Numbers whose norms one kernel computes on a device.
+_BLOCK = 1 << 20
 
 
 def measure_norm(
     gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None, *, exact: bool
 ) -> Tensor:
-    """Return the global 2-norm, a scalar on the gradients' device; the same on every rank of a copy.
+    """Return the global 2-norm, a scalar on the mesh's device; the same on every rank of a copy.
 
     Collective over dp_shard and tp if they are larger than 1: a number per rank, and with `exact` under
     dp_shard a number per row of every gradient.
@@ -93,8 +95,8 @@ def join_parts(parts: Tensor, *, exact: bool) -> Tensor:
 
 
 def _find_device(parameters: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
-    held = [p.device for p in parameters if not p.is_meta]  # others are on other stages
-    return held[0] if held or mesh is None else mesh.device
+    """Return the device that ranks exchange numbers on; offloaded parameters are elsewhere."""
+    return parameters[0].device if mesh is None else mesh.device
 
 
 def _add_own_squares(gradients: Named, placement: Placement, device: torch.device) -> Tensor:
@@ -107,7 +109,7 @@ def _add_own_squares(gradients: Named, placement: Placement, device: torch.devic
     counted = [gradient for gradient in counted if gradient.numel()]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return get_total_norm(counted).double().square()
+    return get_total_norm(counted).to(device).double().square()
 
 
 def _measure_first(
@@ -115,7 +117,7 @@ def _measure_first(
 ) -> list[Tensor]:
     """Return the norms of rows that this rank has; a weight on several stages counts on the first of them."""
     counted = [g if placement.is_on_first_stage(name) else None for name, g in gradients]
-    return [_measure_rows(g, p, device) for g, p in zip(counted, parameters, strict=True)]
+    return [_measure_rows(g, p, device).to(device) for g, p in zip(counted, parameters, strict=True)]
 
 
 def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -128,8 +130,8 @@ def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: tor
     if not present:
         return torch.zeros((), device=device)
     if len(present) == len(gradients):
-        return get_total_norm(present)
-    norms = iter(measure_norms(present))
+        return get_total_norm(present).to(device)
+    norms = iter(norm.to(device) for norm in measure_norms(present))
     zero = torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([zero if gradient is None else next(norms) for gradient in gradients])
     norm: Tensor = torch.linalg.vector_norm(stacked)
@@ -223,8 +225,19 @@ def _measure_rows(gradient: Tensor | None, parameter: Tensor, device: torch.devi
     rows = local(gradient)
     if rows.dim() < 2:
         return rows.abs().reshape(-1) if rows.is_complex() else rows.reshape(-1)
-    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1)
-    return norms
+    rows = rows.flatten(1)
+    if rows.device.type == "cpu" or not rows.numel():
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms
+    # On CUDA the order within a row depends on the number of rows and on where a row begins in memory. In
+    # blocks of one shape, whose rows begin at multiples of 16 numbers, it depends on the length alone.
+    num_rows = max(1, _BLOCK // rows.shape[1])
+    block = rows.new_zeros(num_rows, -(-rows.shape[1] // 16) * 16)
+    found = []
+    for part in torch.split(rows, num_rows):
+        block[: len(part), : rows.shape[1]] = part
+        found.append(torch.linalg.vector_norm(block, dim=1)[: len(part)])
+    return torch.cat(found)
 
 
 def _order_rows(rows: list[Tensor], totals: list[int], mesh: Mesh) -> list[Tensor]:

@@ -188,6 +188,7 @@ class Trainer(TrainedModels):
         given.check_together(self.layout)
         if reduction == "exact":
             world.pin_threads(1)
+            world.switch_on_determinism()
         self._forward, self._loss = forward or call_model, loss
         ranks = all_ranks() if world.world_size > 1 else None
         if ranks is not None:
