@@ -344,3 +344,11 @@ def test_a_digest_reads_memory_in_its_own_order() -> None:
     assert view.pointer == tensor.data_ptr()
     assert _view(torch.randn(9, 9)[:, 1:4]) is None, "it has gaps"
     assert _view_contiguous(torch.randn(9)).digest() != 0
+
+
+def test_a_digest_on_a_device_changes_if_rows_or_numbers_are_swapped() -> None:
+    tensor = torch.randn(64, 1024)
+    rows, numbers = tensor.clone(), tensor.clone()
+    rows[[3, 40]] = tensor[[40, 3]]
+    numbers[0, [0, 2]] = tensor[0, [2, 0]]
+    assert len({int(_digest_on_device(each)) for each in (tensor, rows, numbers)}) == 3

@@ -106,15 +106,17 @@ class RunningStatistics:
     def read_microbatch(self) -> Tensor:
         """Return the microbatch's statistics from zero: float64 of length `num_values`; 0 for idle layers."""
         active = set(map(id, self._active))
-        choices = self.choices.read_microbatch()
         parts = []
         for layer in self._layers:
             if id(layer) in active:
                 mean, var, count = _buffers(layer)
                 parts += [mean.double(), var.double(), count.double().reshape(1)]
             else:
-                parts.append(torch.zeros(2 * layer.num_features + 1, dtype=torch.float64))
-        return torch.cat([*(part.to(choices.device) for part in parts), choices]) if parts else choices
+                device = _buffers(layer)[0].device
+                parts.append(torch.zeros(2 * layer.num_features + 1, dtype=torch.float64, device=device))
+        if self.choices.num_values or not parts:
+            parts.append(self.choices.read_microbatch())
+        return torch.cat([part.to(parts[0].device) for part in parts])
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> None:
@@ -126,11 +128,13 @@ class RunningStatistics:
         self._restore_running()
         self._merge_kept()
         active = set(map(id, self._active))
-        start = 0
+        start, merged = 0, rows
+        if self._active and (device := _buffers(self._active[0])[0].device).type == "cuda":
+            merged = rows.pin_memory().to(device, non_blocking=True)  # a plain copy waits for the device
         for layer in self._layers:
             stop = start + 2 * layer.num_features + 1
             if id(layer) in active:
-                _merge_layer(layer, rows[:, start:stop])
+                _merge_layer(layer, merged[:, start:stop], rows[:, stop - 1])
             start = stop
         self.choices.merge(rows[:, start:])
 
@@ -222,12 +226,11 @@ def _buffers(layer: BatchNormBase) -> tuple[Tensor, Tensor, Tensor]:
     return layer.running_mean, layer.running_var, layer.num_batches_tracked
 
 
-def _merge_layer(layer: BatchNormBase, rows: Tensor) -> None:
+def _merge_layer(layer: BatchNormBase, rows: Tensor, all_calls: Tensor) -> None:
     mean, var, count = _buffers(layer)
     n = layer.num_features
     new_mean, new_var, total = mean.double(), var.double(), count.double()
-    for row in rows.to(mean.device):
-        calls = row[2 * n]
+    for row, calls in zip(rows, all_calls, strict=True):
         if layer.momentum is None:  # torch's cumulative average: every forward counts the same
             old_share = total / (total + calls).clamp(min=1)
             new_share = 1 - old_share

@@ -353,18 +353,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             for name in ("_parameters", "_buffers", "_modules")
         ),
     ),
-    "scaling": (
-        TorchName(
-            "torch.amp.GradScaler._scale",
-            "a first step without a microbatch has no scale yet",
-            "get_scale gives the initial scale then",
-        ),
-        TorchName(
-            "torch.amp.GradScaler._per_optimizer_states",
-            "all ranks scale by one finding, that of the global norm",
-            "unscale_ looks at this rank's gradients only",
-        ),
-    ),
     "starting": (
         TorchName("torch._logging._internal._init_logs", "applies TORCH_LOGS to a process that is warm"),
         TorchName(

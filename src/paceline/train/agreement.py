@@ -129,12 +129,13 @@ class Agreement:
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor) -> None:
         """Fill the slot of microbatch `index` without waiting for the device."""
         start = self._first + index * self._width
-        if self._array is not None:
-            self._array[start + _LOSS] = loss_sum.item()
-            self._array[start + _WEIGHT] = weight.item()
-        else:
-            self._vector[start + _LOSS] = loss_sum.detach()
-            self._vector[start + _WEIGHT] = weight.detach()
+        for place, number in ((start + _LOSS, loss_sum), (start + _WEIGHT, weight)):
+            if self._array is not None:
+                self._array[place] = number.item()
+            elif number.device.type == "cpu":
+                self._vector[place].fill_(number.item())  # a copy from the host would wait
+            else:
+                self._vector[place].copy_(number.detach())
 
     def add_statistics(self, index: int, statistics: Tensor) -> None:
         """Add to the statistics in the slot of microbatch `index`; stages each have those of some layers."""
@@ -146,7 +147,7 @@ class Agreement:
         assert len(used) == self._num_parameters
         if used:
             end = len(self._vector) - self._num_parts
-            self._vector[end - len(used) : end] = torch.tensor(used, dtype=torch.float64)
+            self._place(end - len(used), used)
 
     def put_parts(self, parts: Tensor) -> None:
         """Fill in the parts of the norm: those of this rank, and zeros for the others'."""
@@ -167,13 +168,19 @@ class Agreement:
         if self._array is not None:
             self._array[start : start + len(row)] = row
         else:
-            self._vector[start : start + len(row)] = torch.tensor(row, dtype=torch.float64)
+            self._place(start, row)
         if isinstance(message.copies, Tensor):
             halves = torch.stack([message.copies & (_HALF - 1), (message.copies >> 32) & (_HALF - 1)], dim=1)
             self._vector[start + _COPIES : start + NUM_SENT] = halves.reshape(-1)
         if self._group is None:
             return
         self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+
+    def _place(self, start: int, numbers: Sequence[float]) -> None:
+        """Copy numbers into the vector; from locked memory, so that a device is not waited for."""
+        is_locked = self._vector.device.type == "cuda"
+        sent = torch.tensor(numbers, dtype=torch.float64, pin_memory=is_locked)
+        self._vector[start : start + len(numbers)].copy_(sent, non_blocking=True)
 
     def wait_for_parts(self) -> Tensor:
         """Wait for the collective; return the parts of the norm from all ranks, on the device."""

@@ -57,11 +57,12 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], (Tensor, int, float)):
         total, weight = loss
         if not isinstance(weight, Tensor):
-            weight = torch.tensor(float(weight), device=total.device if isinstance(total, Tensor) else None)
+            weight = torch.tensor(float(weight))
     else:
         total = loss
-        weight = torch.tensor(float(count_samples(batch)))
-        total = total * weight.item() if isinstance(total, Tensor) else total
+        num_samples = float(count_samples(batch))
+        weight = torch.tensor(num_samples)
+        total = total * num_samples if isinstance(total, Tensor) else total
     if not isinstance(total, Tensor) or total.dim() != 0 or weight.dim() != 0:
         shape = f" of shape {tuple(total.shape)}" if isinstance(total, Tensor) else ""
         raise PacelineError(

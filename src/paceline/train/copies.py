@@ -16,7 +16,8 @@ On the CPU, a step reads:
 - a quarter of the optimizer state, by parameter, so all of it within four steps. A difference that changes a
   weight is detected earlier.
 
-On another device, a step reads up to 32 parameters, because each one starts kernels of its own.
+On another device, each operation takes the host some microseconds. A step reads up to 4 parameters with their
+state there, and of a large tensor one part of 4 MiB. Each number has a factor of its own.
 A save reads everything: at once (`check_all`), or while training goes on (`hold`).
 """
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from paceline.checkpoint.same_copies import Digests, find_difference
@@ -46,7 +48,9 @@ from paceline.train.same_settings import is_comparing
 # that tp divides, parameters that ep divides, and all optimizer state.
 _WHOLE, _CUT, _EXPERTS, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
-_MAX_ON_DEVICE = 32
+_MAX_ON_DEVICE = 4
+# 64-bit numbers of a tensor on a device that are read at once, and an odd number to make factors of.
+_PART, _MIXING = 1 << 19, 0x1E3779B97F4A7C15
 # 64-bit numbers in a row that has a factor of its own, and the length from which tensors have such rows.
 _ROW, _LONG = 512, 1 << 15
 _MASK = (1 << 64) - 1
@@ -154,22 +158,37 @@ class Copies:
         """
         if not self._has_copies:
             return [0] * NUM_COPIES
-        parts: list[list[int | Tensor]] = [[] for _ in range(NUM_COPIES)]
+        parts: list[list[int]] = [[] for _ in range(NUM_COPIES)]
+        on_device: list[list[Tensor]] = [[] for _ in range(NUM_COPIES)]
         num_turns = -(-len(self._parameters) // _MAX_ON_DEVICE)
+
+        def read(kind: int, name: str, tensor: Tensor) -> None:
+            if tensor.device.type == "cpu":
+                parts[kind].append(self._read(name, tensor))  # type: ignore[arg-type]
+            else:
+                words = _split_words(local(tensor.detach()))
+                on_device[kind].append(words[step // num_turns % len(words)])
+
         for number, (name, parameter) in enumerate(self._parameters):
             is_on_device = parameter.device.type != "cpu"
             if is_on_device and (number - step) % num_turns:
                 continue
-            parts[self._kinds[name]].append(self._read(name, parameter))
+            read(self._kinds[name], name, parameter)
             if is_on_device or (number - step) % _STATE_TURNS == 0:
-                parts[_STATE] += [self._read(key, value) for key, value in self._state_of(name, parameter)]
-        parts[_WHOLE] += [self._read(name, buffer) for name, buffer in self._statistics]
-        digests = [_join(part) for part in parts]
-        on_device = [digest for digest in digests if isinstance(digest, Tensor)]
-        if not on_device:
-            return digests  # type: ignore[return-value]
-        device = on_device[0].device
-        return torch.stack([torch.as_tensor(_signed(digest), device=device) for digest in digests])
+                for key, value in self._state_of(name, parameter):
+                    read(_STATE, key, value)
+        for name, buffer in self._statistics:
+            read(_WHOLE, name, buffer)
+        digests = [hash(tuple(part)) & _MASK for part in parts]
+        device = next((tensors[0].device for tensors in on_device if tensors), None)
+        if device is None:
+            return digests
+        return torch.stack(
+            [
+                torch.full((), _signed(digest), device=device) + (_digest_words(torch.cat(own)) if own else 0)
+                for digest, own in zip(digests, on_device, strict=True)
+            ]
+        )
 
     def check(self, digests: Numbers) -> None:
         """Compare the digests of all ranks; collective only if they differ.
@@ -295,21 +314,24 @@ def _row_factors(num_rows: int) -> Words:
 
 
 def _digest_on_device(tensor: Tensor) -> Tensor:
+    """Return a digest of all numbers of a tensor, without waiting for the device."""
+    parts = _split_words(tensor)
+    return torch.stack([_digest_words(part, _PART * place) for place, part in enumerate(parts)]).sum()
+
+
+def _split_words(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor's bits as 64-bit numbers, in parts; zeros fill up the last number."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
+    left = -flat.numel() % 8
+    words = (functional.pad(flat, (0, left)) if left else flat).view(torch.int64)
+    return torch.split(words, _PART)
 
 
-def _join(parts: Sequence[int | Tensor]) -> int | Tensor:
-    """Combine numbers into one that changes if any of them changes."""
-    on_device = [part for part in parts if isinstance(part, Tensor)]
-    plain = hash(tuple(part for part in parts if not isinstance(part, Tensor))) & _MASK
-    if not on_device:
-        return plain
-    factors = 2 * torch.arange(len(on_device), device=on_device[0].device) + 1
-    return (torch.stack(on_device) * factors).sum() + _signed(plain)
+def _digest_words(words: Tensor, start: int = 0) -> Tensor:
+    factors = torch.arange(start, start + len(words), device=words.device) * _MIXING
+    return (words * (factors.bitwise_xor_(factors >> 31) | 1)).sum()
 
 
-def _signed(number: int | Tensor) -> int | Tensor:
+def _signed(number: int) -> int:
     """Return an unsigned 64-bit number as the signed one that torch holds."""
-    return number - (1 << 64) if isinstance(number, int) and number >> 63 else number
+    return number - (1 << 64) if number >> 63 else number

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.torch_seams.modules import convert_tensors
-from paceline.torch_seams.scaling import has_scaled, set_found_inf
 from paceline.torch_seams.trees import tree_map_only
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,41 +75,49 @@ class Precision:
 
     def build_scaler(self) -> LossScaler | None:
         """Return a scaler of losses if small gradients would vanish (fp16), else `None`."""
-        return LossScaler(self.device) if self.name == "fp16" else None
+        return LossScaler() if self.name == "fp16" else None
 
 
 class LossScaler:
-    """torch's GradScaler with the finiteness of the gradients passed in.
+    """The scale of fp16 losses, by the rule of torch's GradScaler.
 
     torch's own check reads the gradients on one rank, so ranks with different parts of a model would choose
-    different scales. Here all ranks use the one global norm. Gradients are unscaled in the next pass that
-    multiplies them anyway, see `scale_of_gradients`.
+    different scales, and its scale is on the device, which a step would wait for. Here all ranks use the one
+    global norm. Gradients are unscaled in the next pass that multiplies them anyway.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._scaler = torch.amp.GradScaler(device.type)
+    _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self._scale, self._num_finite = 65536.0, 0
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, which keeps small gradients from vanishing."""
-        return self._scaler.scale(loss)
+        return loss.float() * self._scale
 
     def scale_of_gradients(self) -> float:
         """Return the factor that turns the scaled gradients into those of the loss."""
-        return 1.0 / float(self._scaler.get_scale())
+        return 1.0 / self._scale
 
     def update(self, *, found_finite: bool) -> None:
         """Update the scale after a step: smaller if a gradient was not finite, larger from time to time."""
-        if not has_scaled(self._scaler):  # a first step without any microbatch
-            return
-        found = torch.full((), 0.0 if found_finite else 1.0, device=self._device)
-        set_found_inf(self._scaler, self._device, found)
-        self._scaler.update()
+        self._num_finite = self._num_finite + 1 if found_finite else 0
+        if not found_finite:
+            self._scale *= self._BACKOFF
+        elif self._num_finite == self._INTERVAL:
+            self._num_finite = 0
+            self._scale = min(self._scale * self._GROWTH, 2.0**127)  # the largest of fp32
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torch's scaler."""
-        return self._scaler.state_dict()
+        """Return the state, as torch's scaler has it."""
+        return {
+            "scale": self._scale,
+            "growth_factor": self._GROWTH,
+            "backoff_factor": self._BACKOFF,
+            "growth_interval": self._INTERVAL,
+            "_growth_tracker": self._num_finite,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of torch's scaler."""
-        self._scaler.load_state_dict(state)
+        """Load what `state_dict` returns."""
+        self._scale, self._num_finite = float(state["scale"]), int(state["_growth_tracker"])

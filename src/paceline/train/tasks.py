@@ -68,8 +68,8 @@ def balanced_token_loss(output: MoeOutput, batch: dict[str, Tensor]) -> tuple[Te
 
 def share_of_fullest(output: MoeOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the share of the fullest expert in each microbatch, weighted by its number of tokens."""
-    num_tokens = torch.tensor(float(batch["ids"].numel()))
-    return output.fullest * num_tokens, num_tokens
+    num_tokens = batch["ids"].numel()
+    return output.fullest * num_tokens, torch.tensor(float(num_tokens))
 
 
 def class_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -163,8 +163,6 @@ class StagedRunner(StagedForwards):
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
         """Run the schedule's actions, then sum the gradients over the data ranks."""
         share = work.share
-        if self.scaler is not None:
-            self.scaler.scale(torch.zeros((), device=self._precision.device))  # every rank needs its state
         self._num_started = 0
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)

@@ -149,8 +149,6 @@ class WholeRunner(Runner):
             # The forward comes first, as on other ranks: DDP's forward has collectives (buffers, and the new
             # order of the buckets in the second step).
             zero = self._replica.forward_nothing()
-            if self.scaler is not None:
-                zero = self.scaler.scale(zero)  # the first use creates the scaler's state
             comm_s = self._replica.backward(zero)
         if self.used is not None:
             self.used[:] = [False] * len(self.used)  # backward of zeros does not count as a use
