@@ -52,7 +52,7 @@ class Mesh:
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
         device: that this rank computes on.
-        device_mesh: torch's mesh, with one dimension per axis, of the same name.
+        device_mesh: torch's mesh, with one dimension per axis of several ranks, of the same name.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
@@ -62,7 +62,11 @@ class Mesh:
         self._rank = world.rank
         self.device_mesh = device_mesh
         self.device = world.device
-        self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes(multiplies=True)}
+        self.axes: dict[str, Axis] = {}
+        for name in list_axes(multiplies=True):  # those of one rank share a group, of this rank alone
+            is_alone = layout.degrees[name] == 1
+            alone = self._find_group(name, [world.rank]) if is_alone else None
+            self.axes[name] = alone or _read_axis(name, device_mesh[name])
         self.axes |= {name: self._group(name, (name,)) for name in list_axes(multiplies=False)}
         self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (
             self.axes[name] for name in ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
@@ -153,8 +157,10 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     layout = layout.resolve(world.world_size)
     degrees = tuple(layout.degrees.values())
     if degrees not in world.device_meshes:
-        made = init_device_mesh(world.device.type, degrees, mesh_dim_names=tuple(layout.degrees))
-        world.device_meshes[degrees] = made
+        several = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+        world.device_meshes[degrees] = init_device_mesh(
+            world.device.type, tuple(several.values()), mesh_dim_names=tuple(several)
+        )
     return Mesh(layout, world.device_meshes[degrees], world)
 
 

@@ -12,6 +12,7 @@ fifteen times as long. On CUDA it is pinned, and the copies run on a stream of t
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
@@ -28,6 +29,8 @@ from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan, piece_bytes
 from paceline.errors import PacelineError
 from paceline.torch_seams.tensors import read_version
+
+log = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
 # Headers and counters grow a little over a run; growing the memory for each would touch all of it again.
@@ -84,7 +87,7 @@ class CopyMemory:
         self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._tensor.zero_()  # the pages exist, and this process now has them in its table
         if device.type == "cuda":
-            self._pin()
+            self._pin(device)
         self.num_bytes = wanted
 
     def view(self, start: int, like: Tensor) -> Tensor:
@@ -104,11 +107,17 @@ class CopyMemory:
             os.close(self.fd)
             self.fd = -1
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = self._tensor.data_ptr()
         if int(runtime.cudaHostRegister(address, self._tensor.numel(), 0)) == 0:
             self._pinned = address
+            return
+        log.warning(
+            "memory for asynchronous saves cannot be locked (ulimit -l): copies from the GPU are slower"
+        )
+        with suppress(RuntimeError):  # the next kernel's check raises the error that is left, and clears it
+            torch.zeros((), device=device)
 
     def _unmap(self) -> None:
         if self._pinned:

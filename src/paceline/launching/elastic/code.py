@@ -6,7 +6,7 @@ import hashlib
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _MOST_BYTES = 1 << 22
@@ -27,11 +27,10 @@ def read_code(words: Sequence[str]) -> dict[str, str]:
     Args:
         words: the script with its arguments, or `-m`, the module and its arguments.
     """
-    found = {
-        "torch": version("torch"),
-        "paceline": version("paceline"),
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "paceline"):
+        with suppress(PackageNotFoundError):  # a source tree that is not installed
+            found[package] = version(package)
     if words[0] == "-m":
         found["module"] = words[1]
     for word in words:
