@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.errors import PacelineError
@@ -32,6 +36,49 @@ def test_a_keyboard_interrupt_of_the_scripts_own_is_its_error(tmp_path: Path) ->
         assert "interrupts.py:2 in give_up: KeyboardInterrupt [PL330]" in job.text
         assert "error_file" not in job.text
         assert "paceline/launch" not in job.text
+
+
+def test_several_ctrl_c_at_the_start_end_it_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "sleeps.py"
+    path.write_text("import time\n\ntime.sleep(60)\n")
+    with Launched(tmp_path / "job", paceline_run("--nproc-per-node", "2", str(path))) as job:
+        end_s = time.monotonic() + 60
+        while len(job.processes()) < 2:  # then it imports torch
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        for _ in range(4):
+            job.signal(2)
+            time.sleep(0.03)
+        assert job.wait(40) == 1, job.text
+        assert job.text.rstrip().endswith("stopped by SIGINT.")
+        assert not (left := job.find_left(5)), f"left: {left}"
+
+
+def test_pythoninspect_makes_no_traceback_of_an_exit_code(tmp_path: Path) -> None:
+    for words in (["--nproc-per-node", "x", "train.py"], ["--nonsense"]):
+        command = [*paceline_run(), *words]
+        environ = {**os.environ, "PYTHONINSPECT": "1"}
+        done = subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+
+
+def test_nothing_goes_on_after_a_refused_command(tmp_path: Path) -> None:
+    """The process that imports torch for the ranks ends with a command that finds out that it needs none."""
+    code = "import paceline.launching.local as launching\nlaunching.warm_up()\n"
+    code += "print(launching._keeper[0].keeper_pid, file=open('pid', 'w'))"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+    time.sleep(0.1)
+    with suppress(psutil.NoSuchProcess):
+        keeper = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert keeper.status() == psutil.STATUS_ZOMBIE
 
 
 FORKS = """

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import select
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -75,16 +76,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success, 1 for a finding, 2 for wrong input, 130 after Ctrl-C, 75 if another signal stopped
         a run before its end.
     """
+    launcher = os.getpid()
+    wish: Become | None = None
     try:
         with standard_streams():
-            return _run_command(argv)
+            code = _run_command(argv)
     except KeyboardInterrupt:
-        return 130
-    except Become as wish:
-        script, place, prepare = wish.script, wish.place, wish.prepare
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break the exit
+        code = 130
+    except SystemExit as end:
+        if not sys.flags.inspect or os.getpid() != launcher:
+            raise
+        code = end.code if isinstance(end.code, int) else 1
+    except Become as asked:
+        wish = asked
+    if wish is None:
+        return _leave(code)
     # A rank of `paceline run`: everything above has ended, and this process is the script from here on.
+    script, place, prepare = wish.script, wish.place, wish.prepare
+    del wish
     run_as_main(script, place, prepare)
     return 0
+
+
+def _leave(code: int) -> int:
+    """Return an exit code; under PYTHONINSPECT, exit, because Python would print a traceback for it."""
+    if sys.flags.inspect:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _run_command(argv: Sequence[str] | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _run(args)
     except Interrupted as end:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break the exit
         logger.warning("%s", end)
         code = end.exit_code
     except (RankFailed, JobStuck, PumpLost) as end:

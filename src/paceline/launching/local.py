@@ -7,6 +7,7 @@ runs the checks before, sends the function to the other processes, and raises on
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import pickle
@@ -238,6 +239,8 @@ _keeper: tuple[Ranks, int, dict[str, str]] | None = None
 def warm_up() -> None:
     """Start the process that ranks are forked from; it imports torch in the background."""
     global _keeper
+    if _keeper is None:
+        atexit.register(_end_idle_keeper)
     now = {name: os.environ[name] for name in _READ if name in os.environ}
     if _keeper is not None:
         ranks, owner, environ = _keeper
@@ -246,6 +249,12 @@ def warm_up() -> None:
         if owner == os.getpid():
             ranks.finish(kills=False)
     _keeper = spawn_keeper(), os.getpid(), now
+
+
+def _end_idle_keeper() -> None:
+    """End a keeper that this process has not used, instead of letting it import torch to the end."""
+    if _keeper is not None and _keeper[1] == os.getpid():
+        _keeper[0].abandon()
 
 
 def _take_keeper() -> Ranks:

@@ -88,6 +88,7 @@ def run_script(
         _set_threads(int(flags.nproc_per_node), threads)
         _set_grace(flags)
         pump = Pump()
+        ranks: Ranks | None = None
         try:
             ranks, is_warm = _warm_up(flags, script, pump, cold)
             with launch_folder() as folder:
@@ -107,6 +108,8 @@ def run_script(
             raise
         except BaseException:
             pump.close()
+            if ranks is not None:
+                ranks.abandon()
             raise
         pump.close()
 

@@ -67,7 +67,7 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
     asked: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == launcher:
+        if os.getpid() == launcher and not asked:  # a second one would break the end that has begun
             asked.append(number)
             raise Interrupted(number, 0)
 

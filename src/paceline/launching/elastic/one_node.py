@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
@@ -9,7 +10,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK, _LOOPBACK_6 = "127.0.0.1", "::1"
 
 
 class OneNode(RendezvousHandler):
@@ -27,13 +28,13 @@ class OneNode(RendezvousHandler):
         return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with socket.create_server((_LOOPBACK, 0)) as server:  # torch's own server listens on all interfaces
-            port = int(server.getsockname()[1])
+        with _listen() as server:  # torch's own server listens on all interfaces
+            address, port = server.getsockname()[:2]
             self._store = TCPStore(
-                _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
         port = self._store.port if self.use_agent_store else _find_free_port()
-        where = RendezvousStoreInfo(_LOOPBACK, port)
+        where = RendezvousStoreInfo(address, port)
         return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
@@ -50,6 +51,18 @@ class OneNode(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _listen() -> socket.socket:
+    """Return a socket that listens at the loopback address, of IPv6 on a machine without another."""
+    try:
+        return socket.create_server((_LOOPBACK, 0))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # gloo would use the address of the other loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6)
 
 
 def shares_store() -> bool:

@@ -296,6 +296,12 @@ class Ranks:
             end_descendants(lambda: None, self._spared)
         self._connection.close()
 
+    def abandon(self) -> None:
+        """End a keeper that has started no rank, and perhaps still imports torch."""
+        if not self._started:
+            with suppress(ProcessLookupError):
+                os.kill(self.keeper_pid, signal.SIGKILL)
+
     def _ask(self, sweep: Sweep) -> None:
         if self._reader.ident is None:
             self._reader.start()
