@@ -13,6 +13,7 @@ from paceline.checkpoint import find_checkpoint
 from paceline.checkpoint.manifest import read_manifest
 from paceline.cli import run
 from paceline.cli.main import main
+from paceline.launching.members import common_disk
 from tests.launching.launched import Launched, paceline_run
 from tests.launching.test_meeting import free_port
 from tests.train.cases import text_recipe
@@ -51,6 +52,24 @@ def test_it_is_a_run_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (args.detect_s, args.join_timeout) == (4, 50)
     train = ["train", RECIPE, "--out", "runs/a", "--set", "train.steps=5", "--accept", "data"]
     assert (args.module, args.training_script, args.training_script_args) == (True, "paceline", train)
+
+
+@pytest.mark.parametrize(
+    ("words", "meeting"),
+    [
+        ([], ("folder", "runs/a/.rendezvous")),
+        (["--rdzv-endpoint", "node0"], ("c10d", "node0")),
+        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "etcd0"], ("etcd", "etcd0")),
+    ],
+)
+def test_nodes_meet_in_a_run_folder_of_the_network(
+    words: list[str], meeting: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(run, "run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr(common_disk, "find_network_disk", lambda folder: f"nfs4: of {folder}")
+    assert main(["train", RECIPE, "--nnodes", "1:2", "--out", "runs/a", *words]) == 0
+    assert (seen[0].rdzv_backend, seen[0].rdzv_endpoint) == meeting
 
 
 @pytest.mark.parametrize(

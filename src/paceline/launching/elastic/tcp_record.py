@@ -41,7 +41,7 @@ class TcpRecord:
         self.name = f"{place[0]}:{place[1]}"
         self._place, self._prefix = place, f"paceline/{job}"
         self._client: TCPStore | None = None
-        self._had_record = False
+        self._had_record = self._has_read_beats = False
         if address is not None:
             self._client = _serve(place, address)
         self.is_host = self._client is not None
@@ -58,15 +58,35 @@ class TcpRecord:
         self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", value))
 
     def read_beats(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self._call(lambda client: [_get(client, f"{self._prefix}/beats/{key}") for key in keys])
+        names = [f"{self._prefix}/beats/{key}" for key in keys]
+
+        def read(client: Any) -> list[bytes | None]:
+            # One answer for all, because a link may be long. It waits for keys that are missing.
+            if not (self._has_read_beats or client.check(names)):
+                return [client.get(name) if client.check([name]) else None for name in names]
+            return [bytes(value) or None for value in client.multi_get(names)]
+
+        found = self._call(read) if names else []
+        self._has_read_beats = None not in found
+        return found
 
     def end_beats(self, key: str) -> None:
-        self._call(lambda client: client.delete_key(f"{self._prefix}/beats/{key}"))
+        self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", ""))
 
     def read(self) -> bytes | None:
-        found = self._call(lambda client: _get(client, self._prefix))
-        if found is None and self._had_record:
-            raise StoreError("its launcher was started again, without the state of the job", is_final=True)
+        """Return the record; once there was one, without asking first whether there is."""
+
+        def read(client: Any) -> bytes | None:
+            is_there = self._had_record or client.check([self._prefix])
+            return bytes(client.get(self._prefix)) if is_there else None
+
+        try:
+            found = self._call(read)
+        except StoreError:
+            if self._had_record and not self._call(lambda client: client.check([self._prefix])):
+                text = "its launcher was started again, without the state of the job"
+                raise StoreError(text, is_final=True) from None
+            raise
         self._had_record |= found is not None
         return found
 
@@ -101,10 +121,6 @@ class TcpRecord:
             self._client = None
         why = str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s"
         raise StoreError(why)
-
-
-def _get(client: Any, key: str) -> bytes | None:
-    return bytes(client.get(key)) if client.check([key]) else None
 
 
 def _connect(place: Address) -> TCPStore:
