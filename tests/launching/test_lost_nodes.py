@@ -13,7 +13,7 @@ import pytest
 from tests.dist.pool import Pool
 from tests.launching.launched import Launched, paceline_run, script
 from tests.launching.nodes import Nodes, why_no_nodes
-from tests.launching.test_meeting import c10d, free_port
+from tests.launching.test_meeting import c10d
 from tests.launching.test_membership_changes import Run, hash_of, train_alone
 
 pytestmark = pytest.mark.timeout(150)
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.timeout(150)
 
 def lose_the_second(folder: Path, *flags: str) -> Launched:
     """Two launchers, of which the second one is killed; gives the first one when it has ended."""
-    port = free_port()
-    command = paceline_run("--nnodes", "2", *c10d(f"127.0.0.1:{port}"), *flags, script("endless.py"), "plain")
+    meeting = ["--rdzv-backend", "folder", "--rdzv-endpoint", str(folder / "meeting"), "--rdzv-id", "j"]
+    meeting += ["--local-addr", "127.0.0.1", "--nnodes", "2"]
+    command = paceline_run(*meeting, *flags, script("endless.py"), "plain")
     with ExitStack() as stack:
         jobs = [stack.enter_context(Launched(folder / str(node), command)) for node in range(2)]
         for job in jobs:
