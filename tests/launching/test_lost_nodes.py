@@ -73,9 +73,8 @@ def test_a_run_that_loses_its_first_node_has_the_bits_of_one_process(ranks: Pool
             def around(command: Sequence[str]) -> list[str]:
                 return nodes.powered(nodes.command(node, command))
 
-            flags = ["--rdzv-backend", "folder", "--local-addr", nodes.address(node)]
             place = str(tmp_path / "meeting")
-            return run.start(stack, name, place, around=around, nodes="1:3", flags=flags)
+            return run.start(stack, name, place, around=around, nodes="1:3", backend="folder")
 
         jobs = [start(node, f"node{node}") for node in range(3)]
         run.wait_for(3, *jobs)

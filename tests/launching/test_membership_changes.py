@@ -71,8 +71,10 @@ class Run:
         around: Callable[..., list[str]] = list,
         nodes: str = "1:2",
         conf: str = _FAST,
+        backend: str = "c10d",
     ) -> Launched:
-        meeting = [*c10d(endpoint), "--nnodes", nodes, "--rdzv-conf", conf]
+        meeting = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "j"]
+        meeting += ["--nnodes", nodes, "--rdzv-conf", conf]
         train = [
             str(self.folder),
             "train",

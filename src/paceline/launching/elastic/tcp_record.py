@@ -21,8 +21,11 @@ from paceline.launching.members.endpoints import Address
 from paceline.launching.members.store import StoreError
 
 _T = TypeVar("_T")
-_CALL_S = 2.0
+# A link of 0.2 s takes 2 s to connect.
+_CALL_S = 4.0
 _CONNECT_S = 10.0
+_FEW = 3
+_NO_VALUE = "?"
 
 
 class TcpRecord:
@@ -41,7 +44,7 @@ class TcpRecord:
         self.name = f"{place[0]}:{place[1]}"
         self._place, self._prefix = place, f"paceline/{job}"
         self._client: TCPStore | None = None
-        self._had_record = self._has_read_beats = False
+        self._had_record = False
         if address is not None:
             self._client = _serve(place, address)
         self.is_host = self._client is not None
@@ -61,32 +64,19 @@ class TcpRecord:
         names = [f"{self._prefix}/beats/{key}" for key in keys]
 
         def read(client: Any) -> list[bytes | None]:
-            # One answer for all, because a link may be long. It waits for keys that are missing.
-            if not (self._has_read_beats or client.check(names)):
-                return [client.get(name) if client.check([name]) else None for name in names]
-            return [bytes(value) or None for value in client.multi_get(names)]
+            if len(names) > _FEW and client.check(names):
+                return [bytes(value) or None for value in client.multi_get(names)]
+            return [_get(client, name) or None for name in names]
 
-        found = self._call(read) if names else []
-        self._has_read_beats = None not in found
-        return found
+        return self._call(read) if names else []
 
     def end_beats(self, key: str) -> None:
         self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", ""))
 
     def read(self) -> bytes | None:
-        """Return the record; once there was one, without asking first whether there is."""
-
-        def read(client: Any) -> bytes | None:
-            is_there = self._had_record or client.check([self._prefix])
-            return bytes(client.get(self._prefix)) if is_there else None
-
-        try:
-            found = self._call(read)
-        except StoreError:
-            if self._had_record and not self._call(lambda client: client.check([self._prefix])):
-                text = "its launcher was started again, without the state of the job"
-                raise StoreError(text, is_final=True) from None
-            raise
+        found = self._call(lambda client: _get(client, self._prefix))
+        if found is None and self._had_record:
+            raise StoreError("its launcher was started again, without the state of the job", is_final=True)
         self._had_record |= found is not None
         return found
 
@@ -121,6 +111,12 @@ class TcpRecord:
             self._client = None
         why = str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s"
         raise StoreError(why)
+
+
+def _get(client: Any, key: str) -> bytes | None:
+    """Return a value, by one message there and back; torch's `get` needs two, and awaits a missing key."""
+    found = bytes(client.compare_set(key, _NO_VALUE, _NO_VALUE))
+    return None if found == _NO_VALUE.encode() else found
 
 
 def _connect(place: Address) -> TCPStore:
