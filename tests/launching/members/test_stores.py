@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import ssl
@@ -21,7 +22,14 @@ from paceline.launching.members.common_disk import find_network_disk
 from paceline.launching.members.etcd import Etcd, list_servers
 from paceline.launching.members.open_store import open_store
 from paceline.launching.members.pulse import change_record, read_record
-from paceline.launching.members.record import MOST_BYTES, Record, from_text, to_text
+from paceline.launching.members.record import (
+    MOST_BYTES,
+    JobNode,
+    Record,
+    Terms,
+    from_text,
+    to_text,
+)
 from paceline.launching.members.shared_folder import SharedFolder
 from paceline.launching.members.store import Store, StoreError
 from tests.launching.etcd_server import ETCD, EtcdServer, free_port
@@ -260,6 +268,54 @@ def test_the_state_of_a_job_whose_store_cannot_be_read(capsys: pytest.CaptureFix
     words = ["run", "--status", "--rdzv-backend", "etcd", "--rdzv-id", "j"]
     assert main([*words, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]) == 2
     assert "[PL381]" in capsys.readouterr().err
+
+
+STATUS = """\
+job j: frozen, round 4, 1 to 2 nodes
+number  node   address   ranks  state
+0       node1  10.0.0.2  8      here
+1       node2  10.0.0.3  8      silent
+waits   node3  10.0.0.4  8      silent
+gone: node0 (10.0.0.1), no beat for 3 s
+refused: node4 (10.0.0.5), the job has --nnodes 1:2, and this node has 2:2
+"""
+
+
+def test_the_state_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = SharedFolder(tmp_path, "j")
+    words = ["run", "--status", "--rdzv-backend", "folder", "--rdzv-id", "j", "--detect-s", "0.5"]
+    words += ["--rdzv-endpoint", str(tmp_path)]
+    assert main(words) == 1
+    assert "job j: non-existent" in capsys.readouterr().out
+
+    def change(record: Record) -> bool:
+        nodes = [JobNode(f"k{i}", f"node{i}", f"10.0.0.{i + 1}", nproc=8) for i in range(4)]
+        record.terms, record.round, record.is_complete = Terms(1, 2), 4, True
+        record.nodes = {node.key: node for node in nodes}
+        record.numbers, record.spares = {"k1": 0, "k2": 1, "k0": 2}, ["k3"]
+        record.remove("k0", "no beat for 3 s", is_lost=True)
+        record.refused = {"node4 (10.0.0.5)": Terms(2, 2).compare(record.terms)}
+        return True
+
+    change_record(store, change)
+    ends = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not ends.wait(0.02):
+            number += 1
+            store.beat("k1", str(number))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert main(words) == 0
+    finally:
+        ends.set()
+        thread.join()
+    assert capsys.readouterr().out == STATUS
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "frozen"
 
 
 # ---- launchers
