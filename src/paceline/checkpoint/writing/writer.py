@@ -17,22 +17,72 @@ then leaves. Nothing here waits for the rank, and nothing is a collective.
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from paceline.checkpoint import files
-from paceline.checkpoint.companion import RankLink
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.
 _NICENESS = 10
+_LOOK_S = 0.5
+
+
+class RankLink:
+    """The connection to the rank, from the side of the process beside it.
+
+    Args:
+        link: the socket.
+        rank_pid: process of the rank.
+    """
+
+    def __init__(self, link: socket.socket, rank_pid: int) -> None:
+        self._link = link
+        self._rank_pid = rank_pid
+        self._received = b""
+        self._sending = threading.Lock()
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next message of the rank, or `None` if the rank has ended."""
+        while b"\n" not in self._received:
+            if select.select([self._link], [], [], _LOOK_S)[0]:
+                data = b""
+                with suppress(ConnectionError):
+                    data = self._link.recv(1 << 16)
+                if not data:
+                    return None
+                self._received += data
+            elif os.getppid() != self._rank_pid:  # a child of the rank may hold the other end open
+                return None
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the rank, if it still is there."""
+        with suppress(OSError), self._sending:
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def send_soon(self, message: dict[str, Any]) -> None:
+        """Send a message unless that would wait for the rank."""
+        with suppress(OSError, ValueError):
+            if select.select([], [self._link], [], 0)[1]:
+                self.send(message)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._link.close()
 
 
 class Writer:
