@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.launching.watcher import JobStuck
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.average import Average
+    from paceline.train.loop import Loop
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
     from paceline.verifying.check import verify
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Average",
     "JobStuck",
+    "Loop",
     "PacelineError",
     "RankFailed",
     "Recipe",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "Average": "train.average",
     "JobStuck": "launching.watcher",
+    "Loop": "train.loop",
     "PacelineError": "errors",
     "RankFailed": "launching.ending.endings",
     "Recipe": "recipe",

@@ -99,7 +99,7 @@ def run_step(shards: Shards, model: nn.Module, rank: int, num_owned: Sequence[in
         index = first + number if number < num_owned[rank] else None
         with shards.synchronising(number == shards.num_rounds - 1, index):
             ids = microbatch(0 if index is None else index, step)
-            loss, _ = shards.forward(lambda batch: sum_losses(model, batch), ids)
+            loss, _ = sum_losses(model, ids)
             shards.backward(loss)
     if shards.num_rounds:
         shards.check_reduced()

@@ -78,8 +78,7 @@ def ddp_traffic(world: Any) -> Any:
     mesh = build_mesh(Layout.parse("").resolve(world.world_size), world)
     replica = Replica(model, mesh.dp_replicate, ReplicaSettings())
     since = count_recorded()
-    with replica.synchronising(True):
-        replica.backward(replica.forward(lambda ids: sum_losses(model, ids), microbatch(0))[0])
+    replica.backward(sum_losses(model, microbatch(0))[0])
     return dict(read_traffic(since, {"all_reduce": world.world_size})[1])
 
 

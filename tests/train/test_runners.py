@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import paceline
 from paceline.train import building
 from paceline.train.runners.whole import WholeRunner
-from paceline.train.runners.work import Work
+from paceline.train.runners.work import Round, Work
 from paceline.train.trainer import Trainer
 from paceline.world import start
 from tests.train.cases import Trained, take_steps
@@ -24,19 +24,22 @@ TRAIN = Path(paceline.__file__).parent / "train"
 class ForwardsFirst(WholeRunner):
     """Runs all forwards before all backwards, as stages of a pipeline do."""
 
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
+    def run(self, work: Work) -> float:
         assert self._exact is not None
+        self._statistics.begin(work.share.num_owned)
         self._exact.begin(work.share.num_owned)
-        pairs = list(zip(work.share.microbatches, work.share.samples, strict=True))
-        losses: list[Tensor] = []
-        for (index, batch), samples in pairs:
-            placed = self._start(work, index, batch)
+        rounds: list[Round] = []
+        for number, samples in enumerate(work.share.samples):
+            index, batch = work.share.microbatches[number]
+            each = Round(index, self._start(work, index, batch), is_last=False)
             with self._drawing(work, samples):
-                losses.append(self._forward(work, index, placed))
-        for ((index, _), samples), loss in zip(pairs, losses, strict=True):
+                self.forward(work, each)
+            self._report(work, each)
+            rounds.append(each)
+        for each, samples in zip(rounds, work.share.samples, strict=True):
             with self._drawing(work, samples):
-                self._backward(loss, work.unit)
-            self._exact.set_aside(index)
+                self.backward(work, each)
+            self._exact.set_aside(each.index)
         work.launch.now()
         self._exact.end(reduced=False)
         return 0.0

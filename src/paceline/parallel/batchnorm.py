@@ -81,6 +81,11 @@ class RunningStatistics:
         self._kept += [buffer for buffer in buffers if (id(buffer.module), buffer.key) not in known]
         self._dp = dp
 
+    def keep_from(self, buffers: list[tuple[ForwardBuffer, Tensor]], dp: Axis | None) -> None:
+        """Keep buffers from now on, within a step; each is given with its value before the step."""
+        self.keep([buffer for buffer, _ in buffers], dp)
+        self._kept_before += [value for _, value in buffers]
+
     def begin(self, num_owned: tuple[int, ...] = ()) -> None:
         """Save the statistics for one step.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class Settings:
         timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
         experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
+        keeps_gradients: whether gradients are kept for longer than until the next sum, which overwrites
+            buckets.
     """
 
     layout: Layout
@@ -79,6 +81,7 @@ class Settings:
     timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
     experts: Mapping[str, bool] | None = None
+    keeps_gradients: bool = False
 
     @property
     def tracks_use(self) -> bool:
@@ -420,7 +423,8 @@ def _replicate(
         return None, exact, lent
     assert mesh is not None
     replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
-    replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart, is_aligned=True)
+    ddp = replace(settings.ddp, gradient_as_bucket_view=False) if settings.keeps_gradients else settings.ddp
+    replica = Replica(model, mesh.replicas, ddp, exact, settings.comm_hook, apart, is_aligned=True)
     log.info(
         "replicate: DistributedDataParallel over %s, %s reduction",
         " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),

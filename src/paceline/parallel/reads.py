@@ -10,7 +10,7 @@ ranks, one rank keeps it. Parameters that no rank could use whole are refused by
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,7 @@ class ParameterReads(TorchFunctionMode):
         self._modules = {id(module) for module in model.modules()}
         self._whole: dict[int, Tensor] = {}
         self._ways: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._before_backward: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = None
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         if mesh is not None:
             for name, parameter in model.named_parameters():
@@ -86,8 +87,29 @@ class ParameterReads(TorchFunctionMode):
 
         return replace(objective, forward=forward, loss=loss)
 
+    @contextmanager
+    def own_code(self, before_backward: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Iterator[None]:
+        """Wrap a forward and backward of the user's own, which see whole parameters.
+
+        Args:
+            before_backward: gets each loss whose `backward` is called, with the keywords; returns the loss to
+                use. Only called if the layout divides parameters.
+        """
+        if not self._ways:
+            yield
+            return
+        self._before_backward = before_backward
+        try:
+            with self._outside():
+                yield
+        finally:
+            self._before_backward = None
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward and self._before_backward is not None:
+            loss = self._before_backward(args[0], kwargs)
+            return loss.backward(*args[1:], **kwargs)  # type: ignore[no-untyped-call]
         name = name_function(func)
         if name in _SHOWING or (name not in _PLAIN and not name.endswith(".__get__")):
             found = self._ways.keys() & set(map(id, _flatten((*args, *kwargs.values()))))

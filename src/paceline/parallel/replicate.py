@@ -2,14 +2,17 @@
 
 Protocol of one optimizer step, on every rank of the group:
 
-1. All microbatches but the last run under `no_sync`: their gradients are summed locally.
-2. The last one runs with synchronisation: DDP sums one bucket after another over the ranks while backward is
-   still computing earlier layers. That is the only round of gradient traffic per step. The fast reduction is
-   the library's all-reduce; for the exact one see `exact.py`.
+1. All microbatches but the last run on the plain model: their gradients are summed locally.
+2. `backward` of the last one: DDP sums one bucket after another over the ranks while it is still computing
+   earlier layers. That is the only round of gradient traffic per step. The fast reduction is the library's
+   all-reduce; for the exact one see `sums/buckets.py`.
    A microbatch may leave parameters out. After its backward they get a gradient of -0.0, which changes no bit
    of a sum and makes their buckets complete.
-3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every parameter, so
-   that it joins the same all-reduces with zeros.
+3. A rank whose gradients are computed already, or that owns no microbatch, calls `send()`: a loss that gives
+   every parameter a gradient of -0.0, so that it joins the same all-reduces.
+
+DDP never sees the model's forward. Its own forward gets the loss alone, which is all that it needs to expect
+gradients.
 
 The model alone determines which gradients share a bucket, never the course of a step: see `_show_graph`.
 
@@ -38,7 +41,6 @@ from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.hook_state import HookState
-from paceline.parallel.objective import Compute
 from paceline.parallel.sums.buckets import BucketSums, complete_future
 from paceline.phrases import name_some
 from paceline.torch_seams.groups import is_graph_static
@@ -85,11 +87,7 @@ def _read_version(parameter: Tensor) -> int:
 
 
 class LossModule(nn.Module):
-    """A model together with its loss, so that DDP sees one forward per microbatch.
-
-    The user's functions get the bare model: no `module.` in parameter names and no wrapper. A loss that calls
-    the model several times is still one forward for DDP.
-    """
+    """The parameters of a model for DDP, and a forward that passes the loss on."""
 
     def __init__(self, model: nn.Module, apart: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -99,12 +97,9 @@ class LossModule(nn.Module):
         named = self.named_parameters(remove_duplicate=False)
         hide_from_ddp(self, [name for name, p in named if id(p) in others])
 
-    def forward(self, compute: Compute | None, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return `compute(batch)`, or without `compute` a zero that reaches every parameter."""
-        if compute is None:
-            zero = _zero_loss(self.trained)
-            return zero, zero.detach()
-        return compute(batch)
+    def forward(self, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        return loss
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,6 @@ class Replica:
         num_ranks: number of these ranks.
         hook_state: the state that the communication hook keeps between steps, if any.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
-        is_used: whether the last forward was that of a microbatch.
         trained: the parameters whose gradients are summed here.
         left_out: the parameters that the last reducing backward has left out and that no earlier one of the
             step has given a gradient.
@@ -175,13 +169,12 @@ class Replica:
         self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False
-        self.is_used = False
         self.left_out: list[Tensor] = []
         self.trained = self._loss_module.trained
         # With a static graph DDP expects every step to use what the first one used; with a search for unused
         # parameters it completes buckets itself.
+        self._broadcasts = settings.broadcast_buffers
         self._completes = not settings.static_graph and not settings.find_unused_parameters
-        self._is_reducing = False
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
         self._is_showing = False
@@ -193,7 +186,7 @@ class Replica:
         self._ddp = DistributedDataParallel(
             self._loss_module,
             process_group=self.group,
-            **{_BUFFERS_ARGUMENT: settings.broadcast_buffers},  # type: ignore[arg-type]
+            **{_BUFFERS_ARGUMENT: False},  # type: ignore[arg-type]
             bucket_cap_mb=settings.bucket_cap_mb,
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
@@ -209,7 +202,7 @@ class Replica:
             # DDP's next forward waits for all ranks, to order its buckets. In a step, ranks may wait for each
             # other inside of that forward.
             with self._ddp.no_sync():
-                self.forward_nothing()
+                self._ddp(_zero_loss(self.trained))
         self._averaging_hook = comm_hook
 
     @property
@@ -222,39 +215,10 @@ class Replica:
         """Whether all steps so far used the same parameters; known only with `find_unused_parameters`."""
         return is_graph_static(self._ddp)
 
-    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run `compute(batch)` under DDP."""
-        self.is_used = True
-        result: tuple[Tensor, Tensor] = self._ddp(compute, batch)
-        return result
-
-    def forward_nothing(self) -> Tensor:
-        """Run a zero that reaches every parameter, in place of a microbatch."""
-        self.is_used = False
-        zero: Tensor = self._ddp(None, None)[0]
-        return zero
-
-    @contextmanager
-    def synchronising(
-        self, sync: bool, before_last_bucket: Callable[[], None] | None = None
-    ) -> Iterator[None]:
-        """Wrap a microbatch's forward and backward, and set whether its backward reduces the gradients.
-
-        Args:
-            sync: whether it reduces.
-            before_last_bucket: called in such a backward when all gradients of this rank are computed, before
-                the last of them are sent.
-        """
-        if not sync or self.silent:
-            with self._ddp.no_sync():
-                yield
-            return
-        self.last_bucket_launched = False
-        self._is_reducing, self._before_last_bucket = True, before_last_bucket
-        try:
-            yield
-        finally:
-            self._is_reducing, self._before_last_bucket = False, None
+    def begin(self) -> None:
+        """Start a step: copy the first rank's buffers to all, if `broadcast_buffers` asks for it."""
+        if self._broadcasts and not self.silent:
+            broadcast_tensors(list(self._loss_module.buffers()), self.group)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -265,20 +229,39 @@ class Replica:
         finally:
             self.silent = False
 
-    def backward(self, loss: Tensor) -> float:
-        """Run backward; return the seconds that it waited for communication after the last gradient.
+    def backward(self, loss: Tensor, before_last_bucket: Callable[[], None] | None = None) -> float:
+        """Run backward, and sum the gradients over ranks during it.
 
         Under CUDA the host does not wait in backward, so the result is 0 there.
+
+        Args:
+            loss: of this rank's last microbatch.
+            before_last_bucket: called when all gradients of this rank are computed, before the last of them
+                are sent.
+
+        Returns:
+            The seconds that it waited for communication after the last gradient.
         """
-        self._last_launch_s = 0.0
         self.left_out = []
-        completes = self._is_reducing and self._completes
-        before = [_read_version(p) for p in self.trained] if completes else []
-        loss.backward()  # type: ignore[no-untyped-call]
+        before = [_read_version(p) for p in self.trained] if self._completes else []
+        return self._reduce(loss, before_last_bucket, before)
+
+    def send(self, before_last_bucket: Callable[[], None] | None = None) -> float:
+        """Sum the gradients over ranks as they are; arguments and result as for `backward`."""
+        self.left_out = [p for p in self.trained if p.grad is None]
+        return self._reduce(_zero_loss(self.trained, -0.0), before_last_bucket, [])
+
+    def _reduce(
+        self, loss: Tensor, before_last_bucket: Callable[[], None] | None, before: list[int]
+    ) -> float:
+        self._last_launch_s, self.last_bucket_launched = 0.0, False
+        self._before_last_bucket = before_last_bucket
+        self._ddp(loss).backward()
         if self._hook_factor is not None and abs(self._hook_factor - 1) > _SLACK:
             raise _not_mean_error(self._hook_factor, self.num_ranks)
-        if completes and not self.last_bucket_launched:
+        if before and not self.last_bucket_launched:
             self._complete(before)
+        self._before_last_bucket = None
         if not self._last_launch_s or loss.is_cuda:
             return 0.0
         return time.perf_counter() - self._last_launch_s
@@ -321,7 +304,7 @@ class Replica:
         under `no_sync` too: a first step of several microbatches would fail inside torch.
         """
         self._is_showing = True
-        self.backward(self.forward_nothing())
+        self.send()
         self._is_showing = False
         for parameter in self._loss_module.parameters():
             parameter.grad = None

@@ -130,11 +130,9 @@ class Arguments:
         """Raise if arguments contradict each other.
 
         Raises:
-            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428, PL958 to PL960.
+            PacelineError: PL415, PL423, PL426 to PL428, PL958 to PL960.
         """
-        names = self.models if isinstance(self.model, Mapping) else None
         self.choose_compression(layout)
-        check_functions(names, self.step, self.forward, self.loss, self.optimizer)
         check_schedule_factory(self.schedule)
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
@@ -142,8 +140,13 @@ class Arguments:
             has_comm_hook=self.comm_hook is not None,
             sync_batchnorm=self.sync_batchnorm,
         )
-        if names is not None:
+        if isinstance(self.model, Mapping):
             check_several(layout)
+
+    def check_functions(self) -> None:
+        """Raise PL404, PL406 or PL407 if models, losses and optimizers do not fit together."""
+        names = self.models if isinstance(self.model, Mapping) else None
+        check_functions(names, self.step, self.forward, self.loss, self.optimizer)
 
     def choose_compression(self, layout: Layout) -> CompressSettings | None:
         """Return the settings of the compression, if there is one; raise PL958 to PL960, PL966."""

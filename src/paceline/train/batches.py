@@ -169,6 +169,27 @@ class RawBatches:
         return _cut_into_share(batch, [row[0] for row in rows], rank, microbatch_size)
 
 
+def check_same_batch(batch: Any, number: int) -> None:
+    """Compare a batch that every rank has whole; raise PL668 if they differ. Collective.
+
+    Args:
+        batch: the batch.
+        number: how many such batches there were, with this one; only the first ones are compared.
+    """
+    _check_lengths(batch, count_samples(batch))
+    if number > _NUM_COMPARED or not dist.is_initialized() or not is_comparing():
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _digest_batch(batch)[1])
+    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    if others:
+        raise different_data_error(
+            f"loop.split(batch): rank {others[0]} brought other samples than rank 0",
+            "Every rank brings the same whole batch, of which each computes a part. Gather it on all ranks "
+            "first, and draw orders from random numbers that are the same on every rank.",
+        )
+
+
 def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: int | None) -> Share:
     num_samples = counts[rank]
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
@@ -182,7 +203,7 @@ def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: i
         num_samples=sum(counts),
         num_owned=tuple(map(len, cuts)),
         microbatches=[
-            (first + number, _cut_samples(batch, start, stop))
+            (first + number, cut_samples(batch, start, stop))
             for number, (start, stop) in enumerate(cuts[rank])
         ],
         samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[rank]],
@@ -232,7 +253,8 @@ def _check_lengths(batch: Any, num_samples: int) -> None:
             )
 
 
-def _cut_samples(batch: Any, start: int, stop: int) -> Any:
+def cut_samples(batch: Any, start: int, stop: int) -> Any:
+    """Return some samples of a batch."""
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
 
 

@@ -98,7 +98,8 @@ def explain_arguments(call: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _argument_error(call.__qualname__, signature, kwargs, str(error)) from None
+            name = f"{type(args[0]).__name__}.{call.__name__}"
+            raise _argument_error(name, signature, kwargs, str(error)) from None
         return call(*args, **kwargs)
 
     return explained

@@ -136,7 +136,7 @@ class Probe:
         kept = [buffers[number] for number in changed if number not in dependent]
         counts = [each.name for each in kept if each.tensor.numel() == 1]
         if counts and share.num_microbatches > 1 and self._is_main:
-            log.warning("%s", _describe_counts(counts, share.num_microbatches))
+            log.warning("%s", describe_counts(counts, share.num_microbatches))
         return kept
 
     def _watch_buffers(
@@ -355,7 +355,8 @@ def _describe_batchnorm(name: str, share: Share) -> Finding:
     )
 
 
-def _describe_counts(names: list[str], num_microbatches: int) -> Finding:
+def describe_counts(names: list[str], num_microbatches: int) -> Finding:
+    """Return PL416 for counters that change once per step."""
     return Finding(
         "PL416",
         name_some(names, 5),

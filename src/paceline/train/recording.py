@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from paceline.errors import PacelineError
@@ -59,6 +59,7 @@ class StepRecords:
         num_samples: int,
         updates: Collection[Update],
         save_times: SaveTimes,
+        values: Mapping[str, float],
     ) -> None:
         """Write a step.
 
@@ -67,6 +68,7 @@ class StepRecords:
             num_samples: of the run, up to it.
             updates: of all models.
             save_times: of the saves since the step before.
+            values: the user's own, by name.
         """
         writer = self._open()
         if writer is not None:
@@ -82,7 +84,7 @@ class StepRecords:
                 save_times=save_times,
                 layout=self._layout,
             )
-            writer.write(row)
+            writer.write(row | dict(values))
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write the results of an evaluation after `step`, by name."""

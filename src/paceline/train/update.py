@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugates
 from paceline.torch_seams.operators import multiply_each
-from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
+from paceline.train.agreement import NUM_COPIES, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
 from paceline.train.bubble import find_bubble
 from paceline.train.copies import Copies
@@ -42,7 +42,7 @@ from paceline.train.optimizer_state import load_optimizer_state_by_name, of_anot
 from paceline.train.pieces import complete_pieces, join_pieces
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
-from paceline.train.runners.work import Launch, Work
+from paceline.train.runners.work import Launch, OwnLoop, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 from paceline.train.whole_steps import WholeSteps
@@ -54,7 +54,7 @@ _UNIT_SLACK = 8.0
 # Part of the message about a loss that is nan for some microbatches only, such as a mean over no targets.
 ONE_IS_NAN = " while others are finite"
 # As in torch.nn.utils.clip_grad_norm_, so that a loop that used it gives the same numbers here.
-_CLIP_EPS = 1e-6
+CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Updated:
             without mixtures of `paceline.models.moe` and in skipped steps.
         dropped_choices: the number of choices that experts did not take, over all mixtures; `None` without
             `capacity_factor` and in skipped steps.
+        sums: by microbatch, the values of a loop of the user's own, each weighted sum and its weight.
     """
 
     loss: float
@@ -85,6 +86,7 @@ class Updated:
     bubble: list[float] | None = None
     fullest_expert: float | None = None
     dropped_choices: int | None = None
+    sums: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 class Update:
@@ -147,9 +149,10 @@ class Update:
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
-        self._whole_steps = whole_steps
+        self.whole_steps = whole_steps
         # Frozen since the build.
         self._frozen: list[Tensor] = []
+        self._hook_memory: Any = None  # before the step
         self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
 
@@ -174,37 +177,53 @@ class Update:
         updated = {name for name, _ in self._updated}
         return [name for name, _ in self._named if name not in updated]
 
-    def run(
+    def run(self, objective: Loss, share: Share, **settings: Any) -> Updated:
+        """Run one update from a global batch; collective.
+
+        Args:
+            objective: forward and loss.
+            share, settings: as for `begin`.
+        """
+        work = self.begin(share, objective, **settings)
+        try:
+            with explaining_sparse():
+                return self.finish(work, self.runner.run(work))
+        finally:
+            self.end()
+
+    def begin(
         self,
-        objective: Loss,
         share: Share,
+        objective: Loss | None,
         *,
         step: int,
         phase: int,
         stop_signum: int,
         settings: StepSettings,
         count_flops: bool = False,
-    ) -> Updated:
-        """Run one update from a global batch; collective.
+        own: OwnLoop | None = None,
+    ) -> Work:
+        """Return the work for the runner; `finish` and `end` follow.
 
         Args:
-            objective: forward and loss.
             share: this rank's microbatches.
+            objective: forward and loss; `None` if the caller computes them.
             step: number of the optimizer step, from 1.
             phase: number of this update within the step.
             stop_signum: the signal that this rank received, or 0.
             settings: the settings to compare over the ranks.
             count_flops: whether to count the floating-point operations of the first microbatch.
+            own: what a loop of the user's own adds.
         """
         self._frozen = [p for _, p in self._named if not p.requires_grad]
         for _, parameter in self._named:  # including those that the optimizer does not have
             parameter.grad = None
-            # The sums over ranks were built with all of them; `_finish` drops the gradients of frozen ones.
+            # The sums over ranks were built with all of them; `finish` drops the gradients of frozen ones.
             parameter.requires_grad_(True)
         runner, is_talking = self.runner, self.runner.is_talking
         agreement = Agreement(
             share.num_microbatches,
-            self._statistics.num_values,
+            self._statistics.num_values + (0 if own is None else 2 * own.num_means),
             len(self._named) if runner.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
@@ -215,24 +234,18 @@ class Update:
         # The signature is that of the previous step: this step's is complete only after its last backward.
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
         message = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
-        hook_memory = None if self.hook_state is None else self.hook_state.read()
+        self._hook_memory = None if self.hook_state is None else self.hook_state.read()
         if self.compression is not None:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
             self.compression.begin(step, self._unit / loss_scale)
-        launch = Launch(agreement, message, runner.used, self._measure_parts if self._num_parts else None)
-        work = Work(objective, share, step, phase, self._unit, launch)
-        try:
-            with explaining_sparse():
-                comm_s = runner.run(work, count_flops=count_flops)
-                updated = self._finish(agreement, settings, comm_s)
-        finally:
-            for frozen in self._frozen:
-                frozen.requires_grad_(False)
-        if self.compression is not None:
-            self.compression.settle(keep=updated.skipped is None)
-        if updated.skipped and self.hook_state is not None and hook_memory is not None:
-            self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
-        return updated
+        measure = self._measure_parts if self._num_parts else None
+        launch = Launch(agreement, message, settings, runner.used, measure)
+        return Work(objective, share, step, phase, self._unit, launch, count_flops, own)
+
+    def end(self) -> None:
+        """Freeze again what was frozen before `begin`."""
+        for frozen in self._frozen:
+            frozen.requires_grad_(False)
 
     @property
     def copies(self) -> Copies:
@@ -319,20 +332,23 @@ class Update:
         load_optimizer_state_by_name(self.optimizer, named, state, self.placement, is_same=is_same)
         self.runner.adopt_state(self.optimizer)
 
-    def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
-        """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them."""
+    def finish(self, work: Work, comm_s: float) -> Updated:
+        """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them.
+
+        In a loop of the user's own the gradients are scaled, and the rest is up to the loop.
+        """
         assert self._unit is not None
-        started_s = time.perf_counter()
+        agreement, own, started_s = work.launch.agreement, work.own, time.perf_counter()
         settle_conjugates(p for _, p in self._named)
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
-        self._drop_frozen()
+        self._drop_frozen(work)
         gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
-        norm_tensor = None if self._num_parts else self._measure_norm()
+        norm_tensor = None if self._num_parts else self.measure_norm()
         compute_s = time.perf_counter() - started_s
         if norm_tensor is None:
             norm_tensor = join_parts(agreement.wait_for_parts(), exact=self._is_exact)
         agreed, norm = agreement.wait(norm_tensor)
-        settings.check(agreed.settings)
+        work.launch.settings.check(agreed.settings)
         self._copies.check(agreed.copies)
         if self._precision.device.type != "cuda":  # on CUDA the wait includes this rank's own kernels
             comm_s += time.perf_counter() - started_s - compute_s
@@ -347,7 +363,9 @@ class Update:
         if self._scaler is not None:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale
-        skipped = self._find_reason_to_skip(agreed, weight, norm)
+        skipped = self._find_reason_to_skip([] if own is not None else agreed.losses, weight, norm)
+        if own is not None and own.keeps_nonfinite and weight:
+            skipped = None
         if skipped is None and self.gradient_hooks:
             after = self._run_hooks(gradients, scale)
             scale = 1.0
@@ -355,30 +373,45 @@ class Update:
                 skipped = f"after the hooks of on_gradients, {self._name_broken()} is not finite"
         else:
             after = norm
+        num_statistics = self._statistics.num_values
         if skipped is None:
-            self._statistics.merge(agreed.statistics)
-            self._apply(gradients, scale, after)
+            self._statistics.merge(agreed.statistics[:, :num_statistics])
+            if own is None:
+                self._apply(gradients, scale, after)
+            elif scale != 1.0 and gradients:
+                multiply_each(gradients, scale)
         else:
             self._statistics.restore()
+            for _, parameter in self._named if own is not None else ():
+                parameter.grad = None  # optimizers leave such parameters and their state alone
         if self._scaler is not None:
             self._scaler.update(found_finite=math.isfinite(norm))
         if weight and not 1 / _UNIT_SLACK < weight / self._unit < _UNIT_SLACK:
             self._unit = _power_of_two(weight)
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
+        if self.compression is not None:
+            self.compression.settle(keep=skipped is None)
+        if skipped and self.hook_state is not None and self._hook_memory is not None:
+            self.hook_state.write(self._hook_memory, self._precision.device)  # else it would keep inf
         bubble = None if self._mesh is None else find_bubble(agreed, self._mesh, self._precision.device)
         choices = self._statistics.choices
         fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
-        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest, dropped)
+        return Updated(
+            *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest, dropped),
+            sums=agreed.statistics[:, num_statistics:],
+        )
 
-    def _drop_frozen(self) -> None:
-        for frozen in self._frozen:
-            frozen.grad = None
+    def _drop_frozen(self, work: Work) -> None:
+        for unwanted in (*self._frozen, *(() if work.own is None else work.own.left_out)):
+            unwanted.grad = None
 
-    def _measure_norm(self) -> Tensor:
+    def measure_norm(self, only: Container[str] | None = None) -> Tensor:
+        """Return the global norm of the gradients as they are, of all parameters or those with some names."""
+        named = [(name, p) for name, p in self._updated if only is None or name in only]
         return measure_norm(
-            [(name, p.grad) for name, p in self._updated],
-            [p for _, p in self._updated],
+            [(name, p.grad) for name, p in named],
+            [p for _, p in named],
             self.placement,
             self._mesh,
             exact=self._is_exact,
@@ -386,7 +419,8 @@ class Update:
 
     def _measure_parts(self) -> Tensor:
         assert self._mesh is not None
-        self._drop_frozen()  # the gradients are summed
+        for frozen in self._frozen:  # the gradients are summed
+            frozen.grad = None
         return measure_parts(
             [(name, p.grad) for name, p in self._updated],
             [p for _, p in self._updated],
@@ -395,12 +429,12 @@ class Update:
             exact=self._is_exact,
         )
 
-    def _find_reason_to_skip(self, agreed: Agreed, weight: float, norm: float) -> str | None:
+    def _find_reason_to_skip(self, losses: list[float], weight: float, norm: float) -> str | None:
         """Return the reason to leave the weights unchanged, or `None`; the same on every rank."""
-        bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
+        bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            value, num_losses = agreed.losses[bad[0]], len(agreed.losses)
-            alone = len(bad) < num_losses and all(math.isnan(agreed.losses[number]) for number in bad)
+            value, num_losses = losses[bad[0]], len(losses)
+            alone = len(bad) < num_losses and all(math.isnan(losses[number]) for number in bad)
             return f"the loss of microbatch {bad[0]} of {num_losses} is {value}" + (
                 ONE_IS_NAN if alone else ""
             )
@@ -427,18 +461,18 @@ class Update:
         multiply_each(gradients, scale)
         for hook in self.gradient_hooks:
             hook({name: p.grad for name, p in self._updated if p.grad is not None})
-        return float(self._measure_norm())
+        return float(self.measure_norm())
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
         self.before_write()
         if self._clip_norm:
-            scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
+            scale *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
         if scale != 1.0:
             multiply_each(gradients, scale)
-        if self._whole_steps is None:
+        if self.whole_steps is None:
             self.runner.step(self.optimizer)
             return
-        with self._whole_steps.plain(self.optimizer):
+        with self.whole_steps.plain(self.optimizer):
             self.runner.step(self.optimizer)
         self.runner.adopt_state(self.optimizer)  # to disk, what this step has made
 

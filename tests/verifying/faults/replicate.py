@@ -19,6 +19,7 @@ from paceline.parallel.replicate import Replica
 from paceline.train import update
 from paceline.train.runners import runner
 from paceline.train.runners.runner import Runner
+from paceline.train.runners.work import Round, Work
 from paceline.train.update import Update
 
 
@@ -100,15 +101,15 @@ def microbatch_dropped() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_overwritten() -> Iterator[None]:
     """Each microbatch's gradient overwrites the one before."""
-    right = Runner._run_microbatch
+    right = Runner.forward
 
-    def run(self: Runner, *args: Any, **settings: Any) -> float:
+    def forward(self: Runner, work: Work, each: Round) -> None:
         for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        return right(self, *args, **settings)
+        right(self, work, each)
 
-    with mock.patch.object(Runner, "_run_microbatch", run):
+    with mock.patch.object(Runner, "forward", forward):
         yield
 
 

@@ -18,7 +18,7 @@ from paceline.parallel.shard.shards import Shards
 from paceline.parallel.sums import gradient_sum
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.sharded import ShardedRunner
-from paceline.train.runners.work import Work
+from paceline.train.runners.work import Round, Work
 
 
 def _summing(change: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -121,17 +121,17 @@ def gathered_once_for_all() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_microbatch_dropped() -> Iterator[None]:
     """Under dp_shard, rank 1 leaves out its first microbatch; all ranks agree that it has one fewer."""
-    right = ShardedRunner._run_rounds
+    right = ShardedRunner.run
 
-    def run(self: ShardedRunner, work: Work, **settings: Any) -> float:
+    def run(self: ShardedRunner, work: Work) -> float:
         share = work.share
         owned = (share.num_owned[0], share.num_owned[1] - 1, *share.num_owned[2:])
         share = replace(share, num_owned=owned)
         if dist.get_rank() == 1:
             share = replace(share, microbatches=share.microbatches[1:], samples=share.samples[1:])
-        return right(self, replace(work, share=share), **settings)
+        return right(self, replace(work, share=share))
 
-    with mock.patch.object(ShardedRunner, "_run_rounds", run):
+    with mock.patch.object(ShardedRunner, "run", run):
         yield
 
 
@@ -163,14 +163,14 @@ def idle_round_counted() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_gradient_overwritten() -> Iterator[None]:
     """Each round's gradient overwrites the one before."""
-    right = Runner._run_microbatch
+    right = Runner.forward
 
-    def run(self: Runner, *args: Any, **settings: Any) -> float:
+    def forward(self: Runner, work: Work, each: Round) -> None:
         for parameter in self._trained:
             parameter.grad = None
-        return right(self, *args, **settings)
+        right(self, work, each)
 
-    with mock.patch.object(Runner, "_run_microbatch", run):
+    with mock.patch.object(Runner, "forward", forward):
         yield
 
 

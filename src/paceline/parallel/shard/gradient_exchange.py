@@ -54,6 +54,7 @@ class StepProgress:
         index: the number within the global batch of the round's microbatch; `None` in an idle round.
         is_last: whether the step's gradients are complete after this round.
         silent: whether nothing is sent, see `Shards.silenced`.
+        scale: the factor of the round's gradients; 0 drops them, whatever they are.
         num_owned: per rank of dp, the number of microbatches that it computes in this step.
         waited_s: seconds spent in collectives since it was last set to 0.
         signature: a number derived from the groups that were gathered and reduced in this step, in order.
@@ -64,6 +65,7 @@ class StepProgress:
         self.index: int | None = None
         self.is_last = False
         self.silent = False
+        self.scale = 1.0
         self.num_owned: tuple[int, ...] = ()
         self.waited_s = 0.0
         self.signature = 0
@@ -73,6 +75,14 @@ class StepProgress:
         self.num_rounds = max(num_owned, default=0)
         self.num_owned = num_owned
         self.signature = 0
+        self.scale = 1.0
+
+    def apply_scale(self, gradients: Tensor) -> None:
+        """Multiply gradients of this round by its scale, in place."""
+        if self.scale == 0.0:
+            gradients.zero_()
+        elif self.scale != 1.0:
+            gradients.mul_(self.scale)
 
     def note(self, number: int) -> None:
         """Add a collective of a group to the signature."""
@@ -173,6 +183,7 @@ class ChunkSum(ReduceScatter):
     ) -> None:
         rounds, is_exact = self._rounds, self._ranks.is_exact
         self.is_complete = rounds.is_last
+        rounds.apply_scale(input_tensor)
         if is_exact and rounds.index is not None:
             # fully_shard drops the vector after the call, and nothing else is written into it.
             self._sum.add(rounds.index, [input_tensor])

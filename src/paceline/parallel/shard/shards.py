@@ -44,7 +44,6 @@ from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
 from paceline.parallel.compress import Compression
-from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard.disk import Disk
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
@@ -233,6 +232,7 @@ class Shards:
         self._is_in_round = True
         with self._whole.round():
             yield
+            self._whole.end_backward()
         self._is_in_round = False  # not in a `finally`: after an error, the next step drops torch's state
 
     @contextmanager
@@ -248,15 +248,16 @@ class Shards:
         finally:
             self._rounds.silent = False
 
-    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run `compute(batch)`, which must call the model itself and not modules inside it.
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Wrap a forward and its loss, which must call the model itself and not modules inside it.
 
         Raises:
             PacelineError: PL435 for parameters of a block that are used when they are not gathered, PL436
-                for a gradient that is computed inside of `compute`.
+                for a gradient that is computed inside.
         """
         try:
-            return compute(batch)
+            yield
         except RuntimeError as error:
             if _UNUSED in str(error):
                 raise gradient_error(f"{type(error).__name__}: {first_line(error)}") from error
@@ -270,14 +271,26 @@ class Shards:
         Returns the seconds that this round's forward and backward waited for communication; 0 under CUDA,
         where the host does not wait.
         """
-        loss = self._marks.tie_loss(loss)
+        loss = self.tie_loss(loss)
         if self._rounds.index is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             (loss * 0.0).backward()  # type: ignore[no-untyped-call]
         waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
-        self._whole.end_backward()
         return 0.0 if loss.is_cuda else waited_s
+
+    def tie_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss whose backward may run now."""
+        return self._marks.tie_loss(loss)
+
+    @property
+    def scale(self) -> float:
+        """The factor of a round's gradients that is applied before they are summed; 0 drops them."""
+        return self._rounds.scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._rounds.scale = value
 
     def check_reduced(self) -> None:
         """Raise unless every gradient was summed; called after the last round.

@@ -81,7 +81,11 @@ class WholeParameters:
         if not self._trained:
             return
         if self._rounds.index is not None:
-            self._reached |= {id(p) for p in self._trained if p.grad is not None}
+            found = [p for p in self._trained if p.grad is not None]
+            self._reached |= set(map(id, found))
+            for parameter in found:
+                assert parameter.grad is not None
+                self._rounds.apply_scale(parameter.grad)
             self._sum.add(self._rounds.index, take_gradients(self._trained))
         if not self._rounds.is_last:
             return

@@ -129,7 +129,8 @@ class BucketSums:
         DDP requires one for every parameter that an earlier microbatch has used.
         """
         for parameter in self._parameters:
-            parameter.grad = nothing_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = nothing_like(parameter)
 
     @torch.no_grad()
     def end(self, *, reduced: bool) -> None:

@@ -7,20 +7,21 @@ which the replicas sum gradients, in the same round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
+from paceline.train.runners.own import plain_under_experts_error
 from paceline.train.runners.runner import Result
 from paceline.train.runners.whole import WholeRunner
-from paceline.train.runners.work import Work
+from paceline.train.runners.work import Round, Work
 
 
 class RoutedRunner(WholeRunner):
@@ -42,21 +43,23 @@ class RoutedRunner(WholeRunner):
         self._experts.close()
         super().close()
 
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Run the rank's own microbatches after its idle rounds, and sum the experts' gradients."""
+    def _rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Yield the rank's own microbatches after its idle rounds, and sum the experts' gradients."""
         self._experts.begin(work.share.num_owned, idle_first=True)
         for number in range(self._count_idle(work.share)):
             self._experts.join_forward(self._precision.autocast, number)
             self._experts.join_backward(self._precision.autocast, number)
         self._experts.start_round(self._count_idle(work.share))
-        comm_s = super()._run_rounds(work, count_flops=count_flops)
+        for each in super()._rounds(work):
+            yield each
+            self._experts.end_round(self._experts.number)
+            self._experts.start_round(self._experts.number + 1)
         self._experts.end()
-        return comm_s
 
-    def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        super()._after_backward(work, is_last=is_last)
-        self._experts.end_round(self._experts.number)
-        self._experts.start_round(self._experts.number + 1)
+    def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
+        if not each.is_explicit:
+            raise plain_under_experts_error()
+        return super()._before_own_backward(each, loss, options)
 
     @torch.no_grad()
     def _forward_all(

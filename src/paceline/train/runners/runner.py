@@ -9,9 +9,9 @@ which order, and in which of them ranks communicate. Per update:
 
 `run_forward` and `evaluate` compute forwards only. `silenced` switches communication off, for measuring.
 
-Each kind of runner implements `_run_rounds` with `_start`, `_forward` and `_backward`, which process one
-microbatch each. They may be called in any order, as long as a microbatch's forward precedes its backward.
-Both run inside `_drawing`, which may be entered once for both or once for each.
+Each kind of runner implements `rounds`, a generator of the microbatches in the order in which ranks run
+them. Around each of them it does what comes before and after, so its caller only computes: `run` calls
+`forward` and `backward` for each. The stages of a pipeline have no such rounds (`staged.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -46,12 +47,11 @@ from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
 from paceline.train.loss_parameters import check_loss_parameters
 from paceline.train.precision import Precision
-from paceline.train.runners.work import Work
+from paceline.train.runners.own import mixed_error, summed_already_error
+from paceline.train.runners.work import IDLE, Round, Work
 
 log = logging.getLogger(__name__)
 
-# Replaces a microbatch's number if a rank runs one only because the others do.
-IDLE = -1
 Result = TypeVar("Result")
 # The number of a microbatch in the global batch, and its batch.
 Microbatch = tuple[int, Any]
@@ -78,6 +78,7 @@ class Runner(ABC):
         is_trying: whether a forward outside of any step runs (`try_forward`).
         reports: whether this rank reports the losses of its microbatches, so that a sum over ranks counts
             each once.
+        waited_s: seconds that the last `rounds` waited for other ranks.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Runner(ABC):
         self._reads = ParameterReads(model, laid_out.placement, mesh)
         self._lent = laid_out.lent
         self._num_unsafe_logged = 0
+        self.waited_s = 0.0
         self._has_walked = False
         self._mesh = mesh
         self._statistics = statistics
@@ -125,15 +127,11 @@ class Runner(ABC):
     # What a layout decides
 
     @abstractmethod
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Run the microbatches and start the agreement; return the seconds of waiting. Collective."""
+    def _rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Yield the microbatches as `rounds` does."""
 
     @abstractmethod
-    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run an objective on one microbatch with a graph; return (sum of losses, weight)."""
-
-    @abstractmethod
-    def _propagate(self, scaled: Tensor) -> float:
+    def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
         """Run backward of one microbatch; return the seconds that it waited for other ranks."""
 
     @property
@@ -165,14 +163,6 @@ class Runner(ABC):
     def compression(self) -> Compression | None:
         """The compression of the gradients on this rank, or `None`."""
         return None
-
-    @abstractmethod
-    def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        """Prepare for backward; called between a microbatch's forward and its backward."""
-
-    @abstractmethod
-    def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        """Finish a microbatch; called after its backward."""
 
     def _list_microbatches(self, share: Share) -> list[Microbatch]:
         """Return the microbatches whose forward this rank runs, including idle ones."""
@@ -211,18 +201,51 @@ class Runner(ABC):
         """Whether `run` communicates with other ranks."""
         return self._mesh is not None and not self.silent
 
-    def run(self, work: Work, *, count_flops: bool) -> float:
-        """Run a rank's microbatches of one update; return the seconds of waiting for others. Collective.
-
-        Args:
-            work: the microbatches and their objective.
-            count_flops: whether to count the floating-point operations of the first microbatch.
-        """
-        self._statistics.begin(work.share.num_owned)
+    def run(self, work: Work) -> float:
+        """Run a rank's microbatches of one update; return the seconds of waiting for others. Collective."""
+        assert work.objective is not None
         work = replace(work, objective=self._reads.watch(work.objective))
-        comm_s = self._run_rounds(work, count_flops=count_flops)
+        for number, each in enumerate(self.rounds(work)):
+            is_counted = work.count_flops and number == 0 and each.index != IDLE
+            with self._counting_flops(work.share) if is_counted else nullcontext():
+                self.forward(work, each)
+                self.backward(work, each)
+        return self.waited_s
+
+    def rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Yield the microbatches that this rank runs, between those that it runs for others; collective.
+
+        When it ends, the gradients are summed and the agreement is under way.
+        """
+        self.waited_s = 0.0
+        self._statistics.begin(work.share.num_owned)
+        yield from self._rounds(work)
         self._warn_unsafe_draws()
-        return comm_s
+
+    def forward(self, work: Work, each: Round) -> None:
+        """Run the objective on a microbatch, and keep its loss and weight."""
+        assert work.objective is not None
+        with self._precision.autocast():
+            each.loss_sum, each.weight = work.objective(each.batch)
+        if each.index == IDLE:
+            return
+        if not each.loss_sum.requires_grad:
+            raise _constant_loss_error(self._name, each.index)
+        if not self._has_walked:
+            self._has_walked = True
+            check_loss_parameters(each.loss_sum, set(map(id, self._list_leaves())), self._name)
+
+    def backward(
+        self, work: Work, each: Round, total: Tensor | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Run backward of a microbatch's loss, or of `total`, a part of it."""
+        total = each.loss_sum if total is None else total
+        assert total is not None
+        scaled = total / work.unit
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        with explaining_recompute():
+            self.waited_s += self._propagate(work, each, scaled, retain_graph=retain_graph)
 
     def forget_used(self) -> None:
         """Forget which parameters were used, before the next update."""
@@ -305,7 +328,7 @@ class Runner(ABC):
         def forward() -> None:
             drawing = self._masks.drawing(derive_seed(self._seed, "find random"), share.samples[0])
             with drawing, self._precision.autocast():
-                self._compute(objective, batch)
+                objective(batch)
 
         self._statistics.begin()
         self._statistics.start_microbatch()
@@ -318,16 +341,85 @@ class Runner(ABC):
 
     # One microbatch
 
-    def _run_microbatch(self, work: Work, number: int, *, is_last: bool) -> float:
-        """Run forward and backward of one microbatch; the step's last one starts the agreement."""
-        index, batch = work.share.microbatches[number]
-        batch = self._start(work, index, batch)
-        with self._drawing(work, work.share.samples[number]):
-            loss_sum = self._forward(work, index, batch)
-            self._before_backward(work, is_last=is_last)
-            comm_s = self._backward(loss_sum, work.unit)
-        self._after_backward(work, is_last=is_last)
-        return comm_s
+    @contextmanager
+    def _round(self, work: Work, number: int, *, is_last: bool, lent: Any = None) -> Iterator[Round]:
+        """Wrap the round in which this rank runs its microbatch `number`, or a lent one if it has fewer."""
+        share = work.share
+        if number < len(share.microbatches):
+            index, batch = share.microbatches[number]
+            samples = share.samples[number]
+            placed = self._start(work, index, batch)
+        else:
+            index = IDLE
+            samples = range(1) if isinstance(lent, int) else range(count_samples(lent))
+            placed = self._start(work, "idle", lent)
+        each = Round(index, placed, is_last)
+        if work.own is None:
+            with self._drawing(work, samples):
+                yield each
+        else:
+            each.weight = torch.tensor(float(work.own.weigh(placed)), dtype=torch.float64)
+            each.scale = 0.0 if index == IDLE else each.weight.item() / work.unit
+            each.means = torch.zeros(2 * work.own.num_means, dtype=torch.float64)
+            self._begin_own(each)
+            with self._drawing(work, samples), self._reads.own_code(partial(self._before_own_backward, each)):
+                yield each
+            self._end_own(each)
+        self._report(work, each)
+
+    def backward_own(
+        self, work: Work, each: Round, loss: Tensor, weight: float | None, *, retain_graph: bool
+    ) -> None:
+        """Run `step.backward` of the user's own code.
+
+        Args:
+            work, each: as for `backward`.
+            loss: the mean over the microbatch, or a part of it.
+            weight: of the microbatch; `None` for the known one.
+            retain_graph: whether another one follows.
+        """
+        if each.is_reduced:
+            raise summed_already_error()
+        if not each.is_explicit and self._has_computed(each):
+            raise mixed_error()
+        if weight is not None:
+            each.weight = torch.tensor(float(weight), dtype=torch.float64)
+        assert each.weight is not None
+        each.is_explicit = True
+        each.scale = 1.0 if each.weight and each.index != IDLE else 0.0
+        total = loss * each.weight.item()
+        each.loss_sum = total.detach() + (0.0 if each.loss_sum is None else each.loss_sum)
+        self.backward(work, each, total, retain_graph=retain_graph)
+
+    @abstractmethod
+    def _has_computed(self, each: Round) -> bool:
+        """Return whether a backward of the user's own code has run in this microbatch."""
+
+    @abstractmethod
+    def _begin_own(self, each: Round) -> None:
+        """Prepare for a forward and backward that the user's own code runs."""
+
+    def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Return the loss to run such a backward of; called for layouts that divide parameters."""
+        each.num_backwards += 1
+        return loss
+
+    @abstractmethod
+    def _end_own(self, each: Round) -> None:
+        """Scale the gradients of such backwards, as `backward` scales its loss."""
+
+    def _report(self, work: Work, each: Round) -> None:
+        """Fill a microbatch's slot of the agreement; called before the agreement starts."""
+        if each.is_reported or not self.reports or each.index == IDLE:
+            return
+        each.is_reported = True
+        assert each.weight is not None
+        loss_sum = torch.tensor(math.nan) if each.loss_sum is None else each.loss_sum  # of a plain backward
+        work.launch.agreement.put_microbatch(each.index, loss_sum, each.weight)
+        if self._statistics.num_values or each.means is not None:
+            found = self._statistics.read_microbatch()
+            found = found if each.means is None else torch.cat([found, each.means.to(found.device)])
+            work.launch.agreement.add_statistics(each.index, found)
 
     def _start(self, work: Work, index: int | str, batch: Any) -> Any:
         """Set generators and statistics for microbatch `index`; return its batch on the device."""
@@ -336,35 +428,9 @@ class Runner(ABC):
         self._statistics.start_microbatch()
         return batch
 
-    def _forward(self, work: Work, index: int, batch: Any) -> Tensor:
-        """Return the sum of losses of microbatch `index`, and fill its slot of the agreement."""
-        with self._precision.autocast():
-            loss_sum, weight = self._compute(work.objective, batch)
-        if not loss_sum.requires_grad:
-            raise _constant_loss_error(self._name, index)
-        if not self._has_walked:
-            self._has_walked = True
-            check_loss_parameters(loss_sum, set(map(id, self._list_leaves())), self._name)
-        if self.reports:
-            work.launch.agreement.put_microbatch(index, loss_sum, weight)
-        self._report_statistics(work, index)
-        return loss_sum
-
     def _list_leaves(self) -> list[Tensor]:
         """Return the parameters that the graph of a loss may end at."""
         return list(self._model.parameters())
-
-    def _report_statistics(self, work: Work, index: int) -> None:
-        """Add BatchNorm's statistics of microbatch `index` to its slot of the agreement."""
-        if self.reports and self._statistics.num_values:
-            work.launch.agreement.add_statistics(index, self._statistics.read_microbatch())
-
-    def _backward(self, loss_sum: Tensor, unit: float) -> float:
-        scaled = loss_sum / unit
-        if self.scaler is not None:
-            scaled = self.scaler.scale(scaled)
-        with explaining_recompute():
-            return self._propagate(scaled)
 
     def _drawing(self, work: Work, samples: Sequence[int]) -> AbstractContextManager[None]:
         """Return the context of a microbatch in which dropout depends only on the step and the samples."""

@@ -7,7 +7,8 @@ not count. If the data ranks share experts too, it sends the tokens of this micr
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +17,12 @@ from torch.optim import Optimizer
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.compress import Compression
-from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
-from paceline.train.batches import count_samples, lend_batch
-from paceline.train.runners.runner import IDLE, Microbatch, Runner
-from paceline.train.runners.work import Work
+from paceline.parallel.shard.marks import gradient_error
+from paceline.train.batches import lend_batch
+from paceline.train.runners.own import one_backward_error, plain_under_experts_error
+from paceline.train.runners.runner import Microbatch, Runner
+from paceline.train.runners.work import IDLE, Round, Work
 
 
 class ShardedRunner(Runner):
@@ -69,66 +71,72 @@ class ShardedRunner(Runner):
             self._experts.close()
         super().close()
 
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Run equally many rounds on every rank, because all ranks gather parameters in each forward."""
-        share, shards, comm_s = work.share, self._shards, 0.0
+    def _rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Yield equally many microbatches on every rank, because all ranks gather in each forward."""
+        share, shards, experts = work.share, self._shards, self._experts
         shards.begin(share.num_owned)
         if not shards.num_rounds:
             work.launch.now()
-            return 0.0
-        if self._experts is not None:
-            self._experts.begin(share.num_owned, idle_first=False, num_rounds=shards.num_rounds)
-        lent = None
-        if min(share.num_owned) < shards.num_rounds:
-            lent = lend_batch(share, self._dp)
+            return
+        if experts is not None:
+            experts.begin(share.num_owned, idle_first=False, num_rounds=shards.num_rounds)
+        lent = lend_batch(share, self._dp) if min(share.num_owned) < shards.num_rounds else None
         for number in range(shards.num_rounds):
             is_last = number == shards.num_rounds - 1
-            is_own = number < len(share.microbatches)
-            if self._experts is not None:
-                self._experts.start_round(number)
-            with shards.synchronising(is_last, share.microbatches[number][0] if is_own else None):
-                if is_own:
-                    with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
-                        comm_s += self._run_microbatch(work, number, is_last=is_last)
-                else:
-                    comm_s += self._run_idle(work, lent, is_last=is_last)
-            if self._experts is not None:
-                self._experts.end_round(number)
-        if self._experts is not None:
-            self._experts.end()
+            index = share.microbatches[number][0] if number < len(share.microbatches) else None
+            if experts is not None:
+                experts.start_round(number)
+            with (
+                shards.synchronising(is_last, index),
+                self._round(work, number, is_last=is_last, lent=lent) as each,
+            ):
+                yield each
+            if is_last:
+                self._agree(work)
+            if experts is not None:
+                experts.end_round(number)
+        if experts is not None:
+            experts.end()
         if not shards.silent:
             shards.check_reduced()
-        return comm_s
 
-    def _run_idle(self, work: Work, batch: Any, *, is_last: bool) -> float:
-        """Run a round without a microbatch of this rank's own: its loss does not count."""
-        batch = self._start(work, "idle", batch)
-        with self._drawing(work, range(count_samples(batch))):
-            with self._precision.autocast():
-                loss_sum, _ = self._compute(work.objective, batch)
-            comm_s = self._backward(loss_sum, work.unit)
-        self._after_backward(work, is_last=is_last)
-        return comm_s
+    def forward(self, work: Work, each: Round) -> None:
+        with self._shards.explained():
+            super().forward(work, each)
 
-    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
-        return self._shards.forward(objective, batch)
-
-    def _propagate(self, scaled: Tensor) -> float:
+    def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
+        self._shards.scale = each.scale
         return self._shards.backward(scaled)
+
+    def _begin_own(self, each: Round) -> None:
+        self._shards.scale = each.scale
+
+    def _has_computed(self, each: Round) -> bool:
+        return each.num_backwards > 0
+
+    def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
+        if each.num_backwards or options.get("retain_graph"):
+            raise one_backward_error("a second backward in one microbatch, or retain_graph=True.")
+        if options.get("create_graph"):
+            raise gradient_error("backward(create_graph=True).")
+        if self._experts is not None and not each.is_explicit:
+            raise plain_under_experts_error()
+        each.num_backwards += 1
+        return loss if each.is_explicit else self._shards.tie_loss(loss)
+
+    def _end_own(self, each: Round) -> None:
+        if not each.num_backwards:
+            raise one_backward_error("a microbatch without a backward (`continue`, or another branch).")
+
+    def _agree(self, work: Work) -> None:
+        """Start the agreement; the shards know the used ones, as unused ones get gradients of zeros too."""
+        assert self.used is not None
+        apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
+        self.used[:] = [id(p) in self._shards.used or id(p) in apart for p in self._trained]
+        work.launch.now()
 
     def _list_leaves(self) -> list[Tensor]:
         return [*super()._list_leaves(), *self._shards.list_gathered()]
-
-    def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        """Do nothing: the used parameters are known only after backward."""
-
-    def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        """Read the used parameters from the shards, because unused parameters get gradients of zeros too."""
-        if is_last:
-            assert self.used is not None
-            apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
-            self.used[:] = [id(p) in self._shards.used or id(p) in apart for p in self._trained]
-            work.launch.now()
 
     def _list_microbatches(self, share: Share) -> list[Microbatch]:
         own = super()._list_microbatches(share)

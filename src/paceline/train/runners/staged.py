@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ from paceline.pipeline.schedule import Action, ActionKind
 from paceline.pipeline.timeline import Timeline
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.train.runners.staged_forwards import StagedForwards
-from paceline.train.runners.work import Work
+from paceline.train.runners.work import Round, Work
 
 
 @dataclass
@@ -160,8 +161,8 @@ class StagedRunner(StagedForwards):
 
     # A step
 
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Run the schedule's actions, then sum the gradients over the data ranks."""
+    def _rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Run the schedule's actions, then sum the gradients over the data ranks; no whole round is left."""
         share = work.share
         self._num_started = 0
         for reduction in self._reductions.values():
@@ -171,7 +172,7 @@ class StagedRunner(StagedForwards):
         waited_s, begun_s = 0.0, time.perf_counter()
         if self._count_rounds(share):
             with self._whole():
-                waited_s = self._run_schedule(work, count_flops=count_flops)
+                waited_s = self._run_schedule(work)
         started_s = time.perf_counter()
         lasted_s = started_s - begun_s
         start = partial(work.launch.now, busy_s=lasted_s - waited_s, lasted_s=lasted_s)
@@ -185,7 +186,8 @@ class StagedRunner(StagedForwards):
         if self._experts is not None:
             self._experts.end()
         self._spread_shared()
-        return waited_s + time.perf_counter() - started_s
+        self.waited_s = waited_s + time.perf_counter() - started_s
+        yield from ()
 
     def _join(self, action: Action, following: Action | None) -> None:
         """Take part in the collectives of an action of other data ranks."""
@@ -201,9 +203,10 @@ class StagedRunner(StagedForwards):
         if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             reduction.add_nothing()
 
-    def _run_schedule(self, work: Work, *, count_flops: bool) -> float:
+    def _run_schedule(self, work: Work) -> float:
         """Run this rank's actions in order, and return the seconds that it waited for other stages."""
         share = work.share
+        assert work.objective is not None
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
         self._stages.begin()
         self._cuts = [
@@ -238,7 +241,7 @@ class StagedRunner(StagedForwards):
                     if self.timeline is not None:
                         stack.enter_context(self.timeline.measuring(action))
                     counter = None
-                    if count_flops and action.microbatch == 0:
+                    if work.count_flops and action.microbatch == 0:
                         stack.enter_context(torch.compiler.set_stance("force_eager"))
                         counter = stack.enter_context(FlopCounter())
                     if self._shards is not None:
@@ -253,7 +256,7 @@ class StagedRunner(StagedForwards):
         UNDER_WAY.action = None
         started_s = time.perf_counter()
         transfer.finish()
-        if count_flops and batches:
+        if work.count_flops and batches:
             self._note_flops(num_flops, share)
             self._orders.clear()  # gradients of compiled blocks may lie otherwise than those counted eagerly
         self._cuts = []
@@ -290,22 +293,26 @@ class StagedRunner(StagedForwards):
         crossing = cut.crossings[stage]
         received, gradients = receive(crossing, *needs.values())
         loss: Tensor | None = None
+        assert work.objective is not None
         self._start(work, index, batch)
         with self._drawing(work, work.share.samples[number]):
             with self._precision.autocast():
                 made, output = self._stages.run(cut, stage, received, partial(work.objective.forward, batch))
             if stage + 1 == self._stages.num_stages:
                 done: Loss = Objective(lambda _: output, work.objective.loss)
-                loss = self._forward(_with_objective(work, done), index, batch)
+                each = Round(index, batch, is_last=False)
+                self.forward(replace(work, objective=done), each)
+                loss = each.loss_sum
+                if self.reports:
+                    assert each.loss_sum is not None
+                    assert each.weight is not None
+                    work.launch.agreement.put_microbatch(index, each.loss_sum, each.weight)
             self._report_stage_statistics(work, index)
         following = cut.crossings[stage + 1]
         outputs = [made[tensor.made] for tensor in following]
         roots = [tensor for tensor, each in zip(outputs, following, strict=True) if each.needs_grad]
         results = list_results(action, self._stages.num_stages, self._shared)
         return dict.fromkeys(results, outputs), _Kept(gradients, roots, loss, state.weights)
-
-    def _report_statistics(self, work: Work, index: int) -> None:
-        """Do nothing: each stage reports the layers that it has run."""
 
     def _report_stage_statistics(self, work: Work, index: int) -> None:
         """Add the statistics of the layers that this stage has run to a microbatch; the others are zeros."""
@@ -329,7 +336,8 @@ class StagedRunner(StagedForwards):
             try:
                 if kept.loss is not None:
                     assert not roots
-                    self._backward(kept.loss, work.unit)
+                    index = work.share.microbatches[number][0]
+                    self.backward(work, Round(index, None, is_last=False, loss_sum=kept.loss))
                 elif roots:
                     with explaining_recompute():
                         torch.autograd.backward(roots, gradients)
@@ -411,23 +419,19 @@ class StagedRunner(StagedForwards):
             total.item() * num_parts / math.ceil(share.num_samples / share.num_microbatches)
         )
 
-    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
-        return objective(batch)
+    def _has_computed(self, each: Round) -> bool:
+        raise AssertionError("a pipeline runs no backward of the user's own")
 
-    def _propagate(self, scaled: Tensor) -> float:
+    def _begin_own(self, each: Round) -> None:
+        raise AssertionError("a pipeline runs no backward of the user's own")
+
+    def _end_own(self, each: Round) -> None:
+        raise AssertionError("a pipeline runs no backward of the user's own")
+
+    def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
         scaled.backward()  # type: ignore[no-untyped-call]
         return 0.0
-
-    def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        """Do nothing: the agreement starts after the last action."""
-
-    def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        """Do nothing: gradients are set aside by stage."""
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
     return nothing_like(tensor) if tensor.grad is None else tensor.grad.resolve_conj()
-
-
-def _with_objective(work: Work, objective: Loss) -> Work:
-    return Work(objective, work.share, work.step, work.phase, work.unit, work.launch)

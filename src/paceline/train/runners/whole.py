@@ -6,6 +6,7 @@ that owns none joins that sum with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,10 +18,14 @@ from torch.optim import Optimizer
 from paceline.mesh import Mesh
 from paceline.parallel.compress import Compression
 from paceline.parallel.hook_state import HookState
-from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
+from paceline.parallel.placement import local
+from paceline.parallel.sums.gradients import settle_conjugates
+from paceline.torch_seams.operators import multiply_each
+from paceline.torch_seams.tensors import read_version
+from paceline.train.runners.own import summed_already_error
 from paceline.train.runners.runner import Runner
-from paceline.train.runners.work import Launch, Work
+from paceline.train.runners.work import Round, Work
 
 
 class WholeRunner(Runner):
@@ -39,6 +44,9 @@ class WholeRunner(Runner):
         self._exact = laid_out.exact
         # The trained parameters that no microbatch of this rank has used, if `used` is not tracked.
         self._left_out: list[Tensor] = []
+        # In a loop of the user's own: gradients before a microbatch, and versions of the summed ones.
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
         if self.used is not None:
             self._watch_use()
 
@@ -80,21 +88,24 @@ class WholeRunner(Runner):
             self._exact.close()
         super().close()
 
-    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Run the rank's own microbatches; the last one reduces gradients during its backward."""
-        share, comm_s = work.share, 0.0
+    def _rounds(self, work: Work) -> Generator[Round, None, None]:
+        """Yield the rank's own microbatches; the backward of the last one sums gradients over replicas."""
+        share = work.share
         sums = self.is_talking and self._replica is not None
+        if self._replica is not None:
+            self._replica.begin()
         if self._exact is not None:
             self._exact.begin(share.num_owned)
+        is_reduced = False
         for number in range(len(share.microbatches)):
-            index, is_last = share.microbatches[number][0], number == len(share.microbatches) - 1
-            counting = self._counting_flops(share) if count_flops and number == 0 else nullcontext()
-            with counting, self._synchronising(work.launch, is_last):
-                comm_s += self._run_microbatch(work, number, is_last=is_last)
-            if self._exact is not None and (not sums or not is_last):
-                self._exact.set_aside(index)
-        if not share.microbatches:
-            comm_s += self._run_nothing(work.launch)
+            is_last = number == len(share.microbatches) - 1
+            with self._round(work, number, is_last=is_last) as each:
+                yield each
+            is_reduced = each.is_reduced
+            if self._exact is not None and not (sums and is_last):
+                self._exact.set_aside(each.index)
+        if sums and not is_reduced:
+            self.waited_s += self._sum_over_ranks(work, None)
         if not work.launch.is_done:
             work.launch.now()
         if sums and self.used is None:
@@ -102,58 +113,77 @@ class WholeRunner(Runner):
             self._replica.check_reduced()
         if self._exact is not None:
             self._exact.end(reduced=sums)
-        return comm_s
 
-    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
-        return objective(batch) if self._replica is None else self._replica.forward(objective, batch)
-
-    def _propagate(self, scaled: Tensor) -> float:
-        if self._replica is not None:
-            return self._replica.backward(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        return 0.0
-
-    def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        if not is_last:
-            return
-        if self._replica is None:
-            if self.used is None:
-                work.launch.now()
-        elif self._exact is not None and self.used:
+    def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
+        is_alone = self._replica is None or self.silent
+        if is_alone or not each.is_last or retain_graph or not each.scale:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return 0.0
+        each.is_reduced = True
+        self._report(work, each)
+        self._add_held()
+        if self._exact is not None and self.used is not None:
             self._exact.fill_missing()
+        waited_s = self._sum_over_ranks(work, scaled)
+        self._versions = [read_version(p.grad) for p in self._trained if p.grad is not None]
+        return waited_s
 
-    def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        if is_last and self.used is not None:
-            work.launch.now()
+    def _begin_own(self, each: Round) -> None:
+        if self._exact is None:  # gradients of earlier microbatches are scaled already
+            self._held = [(p, p.grad) for p in self._trained if p.grad is not None]
+            for parameter, _ in self._held:
+                parameter.grad = None
 
-    def _synchronising(self, launch: Launch, is_last: bool) -> AbstractContextManager[None]:
-        """Return a microbatch's context; the last one starts the agreement once the unused are known."""
-        if self._replica is None:
-            return nullcontext()
-        replica = self._replica
+    def _has_computed(self, each: Round) -> bool:
+        return any(p.grad is not None for p in self._trained)
+
+    def _end_own(self, each: Round) -> None:
+        if each.is_reduced:
+            if self._versions != [read_version(p.grad) for p in self._trained if p.grad is not None]:
+                raise summed_already_error()
+            return
+        assert each.weight is not None
+        settle_conjugates(self._trained)
+        gradients = [local(p.grad) for p in self._trained if p.grad is not None]
+        if not gradients or not each.weight:  # left out: not even the mean over no targets counts
+            each.weight = torch.zeros((), dtype=torch.float64)
+            for parameter in self._trained:
+                parameter.grad = None
+        elif each.scale != 1.0:
+            multiply_each(gradients, each.scale)
+        self._add_held()
+
+    @torch.no_grad()
+    def _add_held(self) -> None:
+        for parameter, held in self._held:
+            parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
+        self._held = []
+
+    def _sum_over_ranks(self, work: Work, scaled: Tensor | None) -> float:
+        """Sum the gradients over replicas, during the backward of a loss if there is one.
+
+        The agreement starts once the parameters are known that this rank has not used.
+        """
+        replica, used = self._replica, self.used
+        assert replica is not None
 
         def agree() -> None:
-            self._left_out = list(replica.left_out if replica.is_used else replica.trained)
+            self._left_out = replica.left_out
             if self._exact is not None:
                 self._left_out = [p for p in self._left_out if not self._exact.is_used(p)]
-            launch.now(leaves_out=bool(self._left_out))
+            work.launch.now(leaves_out=bool(self._left_out))
 
-        return replica.synchronising(is_last, agree if self.used is None else None)
-
-    def _run_nothing(self, launch: Launch) -> float:
-        """Join the collectives of a step in which this rank owns no microbatch, in their order."""
-        if self._replica is None:
-            launch.now()
-            return 0.0
-        with self._synchronising(launch, True):
-            # The forward comes first, as on other ranks: DDP's forward has collectives (buffers, and the new
-            # order of the buckets in the second step).
-            zero = self._replica.forward_nothing()
-            comm_s = self._replica.backward(zero)
-        if self.used is not None:
-            self.used[:] = [False] * len(self.used)  # backward of zeros does not count as a use
-            launch.now()
-        return comm_s
+        agreeing = agree if used is None else None
+        if scaled is not None:
+            waited_s = replica.backward(scaled, agreeing)
+        else:
+            kept = None if used is None else list(used)
+            waited_s = replica.send(agreeing)
+            if used is not None and kept is not None:
+                used[:] = kept  # backward of zeros does not count as a use
+        if used is not None:
+            work.launch.now()
+        return waited_s
 
     def _watch_use(self) -> None:
         for number, parameter in enumerate(self._trained):

@@ -10,7 +10,7 @@ from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Call, Frame
 from paceline.watch.protocol.words import name_line, own_frames, pick, sequence_of
-from paceline.watch.reasoning.source import Loop, Source, SourceSpot
+from paceline.watch.reasoning.source import LoopInSource, Source, SourceSpot
 
 # More clues would be guesses.
 _MANY_CLUES = 2
@@ -213,7 +213,7 @@ def _explain_shift(here: Side, there: Side) -> list[str]:
     return []
 
 
-def find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
+def find_left_loops(here: Side, there: Side, source: Source) -> list[LoopInSource]:
     """Return the loops that `here` is in and `there` has left, outermost first."""
     frames = _up_to(here.frames, {_line(f) for f in there.frames})
     if not frames:

@@ -41,7 +41,7 @@ class SourceSpot:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopInSource:
     """A loop.
 
     Attributes:
@@ -142,9 +142,9 @@ class Source:
                         return self._spot(frame.file, handler.lineno)
         return None
 
-    def find_loops(self, frame: Frame) -> list[Loop]:
+    def find_loops(self, frame: Frame) -> list[LoopInSource]:
         """Return the loops around a line in its function, outermost first."""
-        found: list[Loop] = []
+        found: list[LoopInSource] = []
         for node, name in reversed(self._around(frame)):
             if isinstance(node, _FUNCTIONS):
                 break
@@ -156,7 +156,7 @@ class Source:
                 ]
                 if spot is not None:
                     known = tuple((test, way) for test, way in ways if test is not None and way is not None)
-                    found.insert(0, Loop(spot, node.end_lineno or node.lineno, known))
+                    found.insert(0, LoopInSource(spot, node.end_lineno or node.lineno, known))
         return found
 
     def _find_guard(self, frame: Frame, around: list[tuple[ast.AST, str]]) -> SourceSpot | None:

@@ -1,0 +1,456 @@
+"""`Loop`: training with the user's own forward, backward and optimizer step, under every layout but pp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
+from paceline.errors import PacelineError
+from paceline.parallel.order import Settings
+from paceline.parallel.shard.whole import split_groups
+from paceline.recipe import Layout
+from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.train.arguments import Arguments
+from paceline.train.batches import check_same_batch, count_samples, cut_samples
+from paceline.train.building import call_model, check_numbers, check_several
+from paceline.train.evaluation import Evaluation, Metric
+from paceline.train.foreign import explain_arguments, open_models
+from paceline.train.loaders import TrainerLoader
+from paceline.train.own_buffers import FirstPass
+from paceline.train.own_loader import LoopLoader, open_loader
+from paceline.train.own_optimizers import take_optimizers
+from paceline.train.own_step import LoopStep
+from paceline.train.runners.work import OwnLoop, Work
+from paceline.train.several import list_parts
+from paceline.train.training import Training
+from paceline.train.update import Update, Updated
+from paceline.world import current_world
+
+
+class Loop(Training):
+    """Models in training by the user's own loop, with the same result on any number of ranks.
+
+        loop = paceline.Loop(model, optimizer, layout="dp_shard=2", microbatch_size=8)
+        for step in loop.loader(DataLoader(train, batch_size=64, shuffle=True), epochs=3):
+            for batch in step:
+                loss = criterion(model(batch["x"]), batch["y"])
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The outer loop has one step per global batch. The inner loop has this rank's microbatches of it. After
+    the inner loop `p.grad` is the gradient of the mean over the global batch, on every rank. What follows is
+    plain torch and runs once per step on every rank. The number of microbatches depends on the number of
+    ranks, so count in `step.number` and never in the inner loop.
+
+    Collective: construct it on every rank of the current world, with the same arguments, and run the same
+    steps on every rank.
+
+    Args:
+        models: a module (rank 0's weights are broadcast), or several by name. They are laid out in place.
+        optimizers: over their parameters, without state so far: one, a list, or a dict by name. Its groups
+            are pointed at the laid-out parameters by full name. Or a function from the list of all (full
+            name, parameter) pairs to an optimizer.
+        layout: degrees, see `Trainer`; without pp. Several models: `dp_replicate` only.
+        example: a batch of a few samples for `forward`. Required for tp and cp, which trace one forward.
+        forward: from (model, batch) to the output, for the example and as the default of `evaluate`. Default:
+            as for `Trainer`.
+        weight: from a microbatch to the weight of its mean loss, for example
+            `lambda batch: (batch["labels"] != -100).sum()`. Default: its samples.
+        means: names of values whose means over the global batch `step.mean` collects.
+        dtype: of the parameters, `"fp32"` or `"fp64"`. Autocast and scaler belong to the loop.
+        on_nonfinite: `"skip"`: if the gradient is not finite, `p.grad` is `None` after the inner loop, so an
+            optimizer leaves weights and state alone. `"keep"`: it stays, for a `GradScaler`.
+        tp_plan, experts, shard, ddp, reduction, microbatch_size, seed, compile, ema, max_skipped_in_a_row,
+            keep, checkpoint_mode, checkpoint_copies, asynchronous_saves, max_failed_saves, tensorboard,
+            tokens_per_sample, peak_flops: as for `Trainer`.
+
+    Raises:
+        PacelineError: PL400 to PL429 for invalid arguments, PL646 for what only `Trainer` can do, PL647 for
+            optimizers that cannot be taken over.
+    """
+
+    @explain_arguments
+    def __init__(
+        self,
+        models: nn.Module | Mapping[str, nn.Module],
+        optimizers: Any,
+        *,
+        layout: str | Layout = "",
+        example: Any = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        means: Sequence[str] = (),
+        tp_plan: Mapping[str, str] | None = None,
+        experts: Mapping[str, bool] | None = None,
+        shard: ShardSection | Mapping[str, Any] | None = None,
+        ddp: DdpSection | Mapping[str, Any] | None = None,
+        dtype: str = "fp32",
+        reduction: str = "exact",
+        microbatch_size: int | None = None,
+        seed: int | None = None,
+        compile: bool = False,
+        on_nonfinite: Literal["skip", "keep"] = "skip",
+        ema: float | None = None,
+        max_skipped_in_a_row: int = 10,
+        keep: int = 3,
+        checkpoint_mode: Literal["full", "sharded"] = "full",
+        checkpoint_copies: int | Literal["auto"] = "auto",
+        asynchronous_saves: bool = False,
+        max_failed_saves: int = 3,
+        tensorboard: bool = False,
+        tokens_per_sample: int | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        named = dict(locals())  # every argument; must be the first line
+        self._step: LoopStep | None = None
+        self._num_split, self._has_passed = 0, False
+        self._is_several = isinstance(models, Mapping)
+        model = _join_models(models)
+        _check_arguments(dtype=dtype, on_nonfinite=on_nonfinite, means=means)
+        factory, self._own_optimizers = take_optimizers(optimizers, model)
+        named |= {
+            "model": model,
+            "optimizer": factory,
+            "seed": current_world().seed if seed is None else seed,
+        }
+        names = [each.name for each in fields(Arguments)]
+        taken: dict[str, Any] = {name: named.get(name, _UNUSED.get(name)) for name in names}
+        given = Arguments(**taken)
+        self._is_keeping = on_nonfinite == "keep"
+        self._weigh = weight
+        self.mean_names = tuple(means)
+        super().__init__(given, forward or call_model, None, example)
+        self._hook_optimizers()
+
+    def _check_layout(self) -> None:
+        super()._check_layout()
+        layout = self.layout
+        if layout.pp > 1:
+            raise _trainer_only_error(
+                f"layout={str(layout)!r} with paceline.Loop.",
+                "In a pipeline no rank has the whole forward, so a loop cannot call backward on its result.",
+                "Use paceline.Trainer(forward=, loss=) for pp, or another axis.",
+            )
+        if layout.offload == "disk":
+            raise _trainer_only_error(
+                "layout.offload=disk with paceline.Loop.",
+                "The optimizer's state is on disk, and only Trainer steps one parameter at a time.",
+                "Use paceline.Trainer, or offload=cpu.",
+            )
+        if self._is_several:
+            check_several(layout)
+
+    def _lay_out(self, trial: Callable[[nn.Module], Any] | None, timed: Any) -> Settings:
+        return replace(super()._lay_out(trial, timed), keeps_gradients=True)
+
+    # Data
+
+    @explain_arguments
+    def loader(  # type: ignore[override]
+        self,
+        data: Any,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool | None = None,
+        epochs: int | None = None,
+        drop_last: bool | None = None,
+        num_workers: int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        shard: Literal["loader", "mine"] = "loader",
+        name: str | None = None,
+    ) -> LoopLoader:
+        """Build a loader of steps, one per global batch.
+
+        Its position is saved in the checkpoints, as that of `Trainer.loader`.
+
+        Args:
+            data: a data set as for `Trainer.loader`, or a torch `DataLoader`. Of that its data set, sampler,
+                collate function, workers and batch size are used. The batch size is that of all ranks
+                together, and samplers are drawn once per epoch under the seed, alike on every rank.
+            global_batch_size, shuffle, drop_last, num_workers, prefetch, pin_memory, collate: as for
+                `Trainer.loader`; of a `DataLoader` they need not be told.
+            epochs, shard, name: as for `Trainer.loader`.
+
+        Raises:
+            PacelineError: PL648 for a `DataLoader` that cannot be taken over.
+        """
+        given = dict(locals())  # must be the first line
+        for key in ("self", "data", "shard", "name", "epochs", "__class__"):
+            given.pop(key, None)
+        data, taken = open_loader(data, self._given.seed)
+        settings: dict[str, Any] = taken | {key: each for key, each in given.items() if each is not None}
+        if "global_batch_size" not in settings:
+            raise PacelineError(
+                "PL648",
+                saw=f"loop.loader({type(data).__name__}) without global_batch_size.",
+                rule="A step has a fixed number of samples over all ranks.",
+                fix="Pass global_batch_size=64, or DataLoader(data, batch_size=64).",
+            )
+        inner = super().loader(data, epochs=epochs, shard=shard, name=name, **settings)
+        return LoopLoader(self, inner)
+
+    def step(self, num_microbatches: int) -> LoopStep:
+        """Return a step of microbatches that the loop makes itself; its inner loop has this rank's numbers.
+
+            for batch_number in loop.step(8):
+                x, y = get_batch()     # the random numbers of this microbatch
+
+        Generators are seeded by (seed, step, number), so the samples do not depend on the number of ranks.
+        """
+        check_numbers(num_microbatches=(num_microbatches, 1))
+        own, num_owned = self._share_out(num_microbatches)
+        samples = [range(number, number + 1) for number in own]
+        pairs: list[tuple[int, Any]] = [(number, number) for number in own]
+        return self.open(Share(0, 0, num_microbatches, num_owned, pairs, samples), is_numbered=True)
+
+    def split(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
+        """Return a step from a batch that every rank has whole; its inner loop has this rank's microbatches.
+
+        Args:
+            batch: a nest of tensors with the samples along their first dimension, the same on every rank. The
+                first batches are compared.
+            microbatch_size: samples per forward. Default: that of the loop, or an eighth of the batch.
+
+        Raises:
+            PacelineError: PL668 if ranks bring different samples.
+        """
+        num_samples = count_samples(batch)
+        size = microbatch_size or self.microbatch_size or max(1, num_samples // 8)
+        check_numbers(microbatch_size=(size, 1))
+        self._num_split += 1
+        check_same_batch(batch, self._num_split)
+        cuts = split_microbatches(num_samples, size)
+        own, num_owned = self._share_out(len(cuts))
+        pairs = [(number, cut_samples(batch, *cuts[number])) for number in own]
+        self._saver.has_raw_batches = True
+        return self.open(Share(0, 0, num_samples, num_owned, pairs, [range(*cuts[number]) for number in own]))
+
+    def _share_out(self, num_microbatches: int) -> tuple[range, tuple[int, ...]]:
+        rank, size = (0, 1) if self._dp is None else (self._dp.rank, self._dp.size)
+        return owned_microbatches(num_microbatches, size, rank), count_owned(num_microbatches, size)
+
+    def open(self, share: Share, *, is_numbered: bool = False) -> LoopStep:
+        """Return the next step, of a share of a global batch."""
+        self.leave_if_asked()
+        self._saver.check_complete()
+        self._step = LoopStep(self, share, is_numbered=is_numbered)
+        return self._step
+
+    # Between steps
+
+    def end_step(self) -> None:
+        """End the step that is open, if any; the next step, `save` and the end of the world do so too.
+
+        Raises:
+            PacelineError: PL649 if its inner loop was left early.
+        """
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def save(self, *, wait: bool = False) -> Any:
+        """Write a checkpoint of the last step, see `Trainer.save`; after the loop's own updates of it."""
+        if not self._is_in_step:
+            self.end_step()
+        return super().save(wait=wait)
+
+    def leave_if_asked(self) -> None:
+        self.end_step()
+        super().leave_if_asked()
+
+    def close(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close(quietly=True)
+        super().close()
+
+    @property
+    def _is_in_step(self) -> bool:  # type: ignore[override]
+        return self._step is not None and self._step.is_open
+
+    def evaluate(
+        self,
+        loader: LoopLoader | TrainerLoader,
+        loss: Callable[[Any, Any], Any],
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        forward: Callable[[Any, Any], Any] | None = None,
+    ) -> Evaluation:
+        """Compute the mean loss, and other means, over all of a loader's samples; collective.
+
+        Args:
+            loader: from `loader(..., shuffle=False)`; its position does not change.
+            loss: from (output, batch) to (sum, weight), or to the mean over the microbatch's samples.
+            metrics: by name, the same.
+            forward: from (model, batch) to the output. Default: that of the loop. Several models are an
+                `nn.ModuleDict` here.
+        """
+        inner = loader.inner if isinstance(loader, LoopLoader) else loader
+        return self._evaluate(inner, forward or self._forward, loss, metrics)
+
+    def whole_state(self, model: str = "model") -> dict[str, Tensor]:
+        """Return a whole model like a plain one's `state_dict`, see `Trainer.whole_state`; collective."""
+        state = super().whole_state()
+        if not self._is_several or model == "model":
+            return state
+        prefix = f"{model}."
+        return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+    # For steps
+
+    def parameters_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the parameters of some models (none: of all) by full name; raise PL404 for another name."""
+        named: dict[str, Tensor] = dict(self.models["model"].named_parameters())
+        known = dict(self.models["model"].named_children()) if self._is_several else {"model": None}
+        for name in names:
+            if name not in known:
+                raise PacelineError(
+                    "PL404",
+                    saw=f"step.of({name!r}) with the models {', '.join(known)}.",
+                    rule="A step collects gradients of models by their names in Loop(models).",
+                    fix="Use one of these names.",
+                )
+        if not self._is_several or not names:
+            return named
+        return {key: p for key, p in named.items() if key.split(".", 1)[0] in names}
+
+    @property
+    def update(self) -> Update:
+        """The update of all models."""
+        return self._updates["model"]
+
+    def begin_pass(self, share: Share, number: int, left_out: Sequence[Tensor], *, is_numbered: bool) -> Work:
+        """Begin a pass over a step's microbatches, the first one with the checks of a step."""
+        if not number:
+            self._begin_step(share)
+        own = OwnLoop(
+            (lambda _: 1.0) if is_numbered else self.weigh,
+            len(self.mean_names),
+            left_out,
+            self._is_keeping,
+        )
+        return self.update.begin(
+            share,
+            None,
+            step=self.step_number,
+            phase=number,
+            stop_signum=self._requests.signum,
+            settings=self._settings,
+            own=own,
+        )
+
+    def watch_first_pass(self) -> FirstPass | None:
+        """Return what finds the buffers that forwards change, in the first pass."""
+        is_first, self._has_passed = not self._has_passed, True
+        return FirstPass(self.model, self._statistics, self._dp) if is_first else None
+
+    def end_pass(self, work: Work) -> Updated:
+        """End a pass; its gradients are in the parameters."""
+        done = self.update.finish(work, self.update.runner.waited_s)
+        self._stop_signum = self._stop_signum or done.stop_signum
+        return done
+
+    def record(
+        self, share: Share, done: Updated, *, lr: float, comm_s: float, values: Mapping[str, float]
+    ) -> None:
+        """Record a step that has ended."""
+        self._end_step(share, {"model": done}, lr=lr, comm_s=comm_s, values=values)
+
+    def weigh(self, batch: Any) -> float:
+        """Return the weight of a microbatch's mean loss."""
+        if self._weigh is None:
+            return float(count_samples(batch))
+        found = self._weigh(batch)
+        value = float(found) if isinstance(found, (int, float)) or getattr(found, "ndim", 1) == 0 else -1.0
+        if not 0 <= value < float("inf"):
+            raise PacelineError(
+                "PL400",
+                saw=f"weight= returned {found!r}.",
+                rule="The weight of a microbatch is a number of at least 0.",
+                fix='Return for example (batch["labels"] != -100).sum().',
+            )
+        return value
+
+    def _hook_optimizers(self) -> None:
+        """Make the optimizers' steps wait for saves, and see tensors that their kernels can handle."""
+        update = self.update
+        for optimizer in self._own_optimizers or list_parts(update.optimizer):
+            stack = ExitStack()
+
+            def begin(_optimizer: Optimizer, *_: Any, stack: ExitStack = stack) -> None:
+                if self._is_in_step:
+                    raise PacelineError(
+                        "PL649",
+                        saw="optimizer.step() inside of the loop over a step's microbatches.",
+                        rule="Gradients are summed over microbatches and ranks at the end of that loop.",
+                        fix="Call it after the inner loop, once per step.",
+                    )
+                self._before_write()
+                if update.whole_steps is not None:
+                    stack.enter_context(update.whole_steps.plain(_optimizer))
+                if self.layout.dp_shard > 1:
+                    stack.enter_context(split_groups(_optimizer))
+
+            def end(*_: Any, stack: ExitStack = stack) -> None:
+                stack.close()
+
+            optimizer.register_step_pre_hook(begin)
+            optimizer.register_step_post_hook(end)
+
+
+# What a loop does not take, by the names of `Arguments`.
+_UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "sync_batchnorm": False}
+
+
+def _join_models(models: Any) -> nn.Module:
+    """Return one module of all models; raise PL646 for what cannot be laid out in place."""
+    for name, model in models.items() if isinstance(models, Mapping) else [("models", models)]:
+        if not isinstance(model, nn.Module):
+            raise _trainer_only_error(
+                f"{name} is a {type(model).__name__}.",
+                "A loop calls its own model, which is laid out in place.",
+                "Pass an nn.Module. A factory, for a model larger than one rank's memory, needs Trainer.",
+            )
+        if open_models(model, False)[1]:
+            raise _trainer_only_error(
+                f"{name} is compiled by torch.compile.",
+                "The model is laid out first, and compiled then.",
+                "Pass the model uncompiled, and Loop(compile=True).",
+            )
+    return nn.ModuleDict(dict(models)) if isinstance(models, Mapping) else models
+
+
+def _check_arguments(*, dtype: str, on_nonfinite: str, means: Sequence[str]) -> None:
+    if dtype in ("bf16", "fp16"):
+        raise _trainer_only_error(
+            f"dtype={dtype!r} with paceline.Loop.",
+            "Its context would have to span the loop's own backward and losses.",
+            f"Use torch.autocast in the loop{' and a GradScaler' * (dtype == 'fp16')}, or paceline.Trainer.",
+        )
+    if on_nonfinite not in ("skip", "keep"):
+        raise PacelineError(
+            "PL400",
+            saw=f"on_nonfinite={on_nonfinite!r}.",
+            rule='It is "skip", or "keep" for a loop with a GradScaler.',
+            fix="Leave it out, or pass one of the two.",
+        )
+    if isinstance(means, str) or not all(isinstance(name, str) for name in means):
+        raise PacelineError(
+            "PL400",
+            saw=f"means={means!r}.",
+            rule="It lists the names of the values that step.mean collects.",
+            fix='Pass for example means=["accuracy"].',
+        )
+
+
+def _trainer_only_error(saw: str, rule: str, fix: str) -> PacelineError:
+    return PacelineError("PL646", saw=saw, rule=rule, fix=fix)

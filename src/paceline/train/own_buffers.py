@@ -1,0 +1,68 @@
+"""Finds the buffers that the forwards of a user's own loop change, in its first pass.
+
+All microbatches of a step start from the same value of such a buffer (the power iteration of `spectral_norm`,
+a counter), so that it does not depend on the number of ranks; see `RunningStatistics.keep`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+from torch import nn
+
+from paceline.data.share import Share
+from paceline.mesh import Axis
+from paceline.parallel.batchnorm import RunningStatistics, list_forward_buffers
+from paceline.torch_seams.tensors import read_version
+from paceline.train.probe import describe_counts
+
+log = logging.getLogger(__name__)
+
+
+class FirstPass:
+    """A loop's first pass.
+
+    Args:
+        model: of the loop.
+        statistics: of the model.
+        dp: the ranks that have different microbatches; `None` for one rank.
+    """
+
+    def __init__(self, model: nn.Module, statistics: RunningStatistics, dp: Axis | None) -> None:
+        self._statistics, self._dp = statistics, dp
+        self._buffers = list_forward_buffers(model)
+        self._before = [(each.tensor, read_version(each.tensor), each.read()) for each in self._buffers]
+        self._changed: list[int] | None = None
+
+    def end_microbatch(self) -> None:
+        """Find the buffers that the first microbatch has changed."""
+        if self._changed is not None:
+            return
+        # Versions, not values: an iteration that has converged writes the same value again.
+        self._changed = [
+            number
+            for number, (each, (tensor, version, _)) in enumerate(
+                zip(self._buffers, self._before, strict=True)
+            )
+            if each.tensor is not tensor or read_version(tensor) != version
+        ]
+        self._keep(self._changed)
+
+    def end(self, share: Share) -> None:
+        """Tell ranks without microbatches; collective over dp if the model has such buffers."""
+        if not self._buffers:
+            return
+        changed = self._changed or []
+        if self._dp is not None and self._dp.size > 1:
+            owner = next(rank for rank, owned in enumerate(share.num_owned) if owned)
+            box = [changed]
+            dist.broadcast_object_list(box, group=self._dp.group, group_src=owner)
+            changed = box[0]
+        self._keep([number for number in changed if number not in (self._changed or ())])
+        counts = [self._buffers[n].name for n in changed if self._before[n][2].numel() == 1]
+        if counts and share.num_microbatches > 1 and (self._dp is None or self._dp.rank == 0):
+            log.warning("%s", describe_counts(counts, share.num_microbatches))
+
+    def _keep(self, numbers: list[int]) -> None:
+        self._statistics.keep_from([(self._buffers[n], self._before[n][2]) for n in numbers], self._dp)

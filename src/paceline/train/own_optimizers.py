@@ -1,0 +1,73 @@
+"""Takes over optimizers that were built before their parameters were laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import PacelineError
+from paceline.phrases import name_some
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def take_optimizers(given: Any, model: nn.Module) -> tuple[Callable[[Named], Any], list[Optimizer]]:
+    """Return a factory of a loop's optimizers, and those that exist already.
+
+    Args:
+        given: an optimizer, a list or dict of them, or a function from (full name, parameter) pairs.
+        model: whose parameters they have, not laid out yet.
+
+    Raises:
+        PacelineError: PL647 for optimizers that cannot be pointed at the laid-out parameters.
+    """
+    if callable(given) and not isinstance(given, Optimizer):
+        return given, []
+    optimizers = list(given.values()) if isinstance(given, Mapping) else given
+    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    names = {id(p): name for name, p in model.named_parameters()}
+    for each in optimizers:
+        _check(each, names)
+
+    def point(named: Named) -> list[Optimizer]:
+        new: dict[str, Tensor] = dict(named)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new[names[id(p)]] for p in group["params"]]
+        return optimizers
+
+    return point, optimizers
+
+
+def _check(optimizer: Any, names: Mapping[int, str]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise _optimizer_error(
+            f"optimizers has a {type(optimizer).__name__}.",
+            "A loop takes torch optimizers over its models' parameters, or a function that builds one.",
+            "Pass the optimizer before it is wrapped or prepared by anything.",
+        )
+    if optimizer.state:
+        raise _optimizer_error(
+            f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters.",
+            "Laying out replaces parameters, and the state of whole ones does not fit their parts.",
+            "Build the optimizer anew and load checkpoints with loop.resume; one that makes its state when "
+            "it is built (Adagrad) is passed as a function: "
+            f"lambda named: {type(optimizer).__name__}([p for _, p in named]).",
+        )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [f"one of shape {list(p.shape)}" for p in params if id(p) not in names]
+    if others:
+        raise _optimizer_error(
+            f"{type(optimizer).__name__} has {len(others)} parameters that no model has: "
+            f"{name_some(others, 3)}.",
+            "An optimizer's parameters are found in the models by identity.",
+            "Build it over the parameters of the models passed to Loop, after they have got their dtype and "
+            "before anything else replaces them; or pass lambda named: ...",
+        )
+
+
+def _optimizer_error(saw: str, rule: str, fix: str) -> PacelineError:
+    return PacelineError("PL647", saw=saw, rule=rule, fix=fix)

@@ -1,0 +1,279 @@
+"""`LoopStep`: one step of a `Loop`: passes over the microbatches of a global batch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.generators import preserved_generators
+from paceline.parallel.placement import local
+from paceline.torch_seams.operators import multiply_each
+from paceline.torch_seams.tensors import read_version
+from paceline.train.runners.work import IDLE, Round, Work
+from paceline.train.update import CLIP_EPS, Updated
+
+if TYPE_CHECKING:
+    from paceline.train.loop import Loop
+
+
+class LoopStep:
+    """One step of a loop: a global batch, of which the inner loop gets this rank's microbatches.
+
+        for batch in step:
+            criterion(model(batch["x"]), batch["y"]).backward()
+
+    Around each microbatch, generators are seeded by (seed, step, pass, microbatch) and dropout depends on
+    its samples alone. A rank without microbatches joins the sums; under dp_shard its inner loop runs on a
+    borrowed microbatch that does not count. After the loop every trained parameter has the gradient of the
+    mean over the global batch, added to the one that it had before. Iterate again for another pass over the
+    same samples with other random numbers.
+
+    Attributes:
+        number: of the step, from 1; continues over resumes.
+        epoch: of the global batch.
+        num_samples: of the global batch, over all ranks.
+        means: after a pass, by name, the means of the values given to `mean`.
+        is_open: whether a pass is under way.
+    """
+
+    def __init__(self, loop: Loop, share: Share, *, is_numbered: bool = False) -> None:
+        self.number = loop.step_number + 1
+        self.epoch, self.num_samples = share.epoch, share.num_samples
+        self.means: dict[str, float] = {}
+        self._loop, self._share, self._is_numbered = loop, share, is_numbered
+        self._num_passes, self._is_closed = 0, False
+        self.is_open, self._was_left = False, False
+        self._work: Work | None = None
+        self._round: Round | None = None
+        self._done: Updated | None = None
+        self._lr, self._comm_s = math.nan, 0.0
+        self._versions: list[int] | None = []
+        self._values: dict[str, float] = {}
+
+    # After a pass; the same on every rank.
+
+    @property
+    def loss(self) -> float:
+        """Mean of the losses given to `step.backward`; nan after plain `loss.backward()`."""
+        return self._result.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the last pass's gradient."""
+        return self._result.grad_norm
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of the last pass's microbatches."""
+        return self._result.weight
+
+    @property
+    def skipped(self) -> str | None:
+        """The reason why the last pass left no gradients, or `None`."""
+        return self._result.skipped
+
+    # A pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.of()
+
+    def of(self, *names: str) -> Iterator[Any]:
+        """Iterate over the microbatches; collect gradients of these models only. Without names, of all."""
+        if self._is_closed:
+            raise _order_error(
+                f"another pass over step {self.number}, which has ended.",
+                "A step ends with the next one, and with save().",
+                "Make all passes of a step before it.",
+            )
+        self._refuse_left()
+        return self._run_pass(names)
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
+        """Run backward as `loss.backward()` does, and let all ranks see the loss.
+
+        Gradients are summed over ranks during the last one, and have the bits of `Trainer` for any weights.
+
+        Args:
+            loss: the mean over the microbatch; several in one microbatch add up.
+            weight: of the microbatch, in place of the one that `Loop(weight=)` returns.
+            retain_graph: whether another backward of this microbatch follows.
+
+        Raises:
+            PacelineError: PL643 after another kind of backward, or after the one that sums over ranks.
+        """
+        work, each = self._inside("step.backward(loss)")
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            kind = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise PacelineError(
+                "PL410",
+                saw=f"step.backward got a {type(loss).__name__}{kind}.",
+                rule="It takes one number that depends on trained parameters: the mean over the microbatch.",
+                fix="Call it with loss.mean(), inside of the inner loop and outside of torch.no_grad().",
+            )
+        self._loop.update.runner.backward_own(work, each, loss, weight, retain_graph=retain_graph)
+
+    def mean(self, name: str, value: Any, weight: float | None = None) -> None:
+        """Add this microbatch's mean of a value; `means[name]` is that of the global batch after the pass.
+
+        Args:
+            name: one of `Loop(means=)`.
+            value: a number or a tensor of one.
+            weight: of the value. Default: that of the microbatch.
+        """
+        _, each = self._inside("step.mean(...)")
+        names = self._loop.mean_names
+        if name not in names:
+            raise PacelineError(
+                "PL404",
+                saw=f"step.mean({name!r}) with means={list(names)}.",
+                rule="Ranks exchange the values together with their gradients, so all know them beforehand.",
+                fix=f"Pass Loop(means={[*names, name]}).",
+            )
+        if each.index == IDLE:
+            return
+        assert each.means is not None
+        assert each.weight is not None
+        share = each.weight.item() if weight is None else float(weight)
+        place = 2 * names.index(name)
+        number = value.detach() if isinstance(value, Tensor) else value
+        each.means[place] += float(number) * share
+        each.means[place + 1] += share
+
+    def clip_grad_norm_(self, max_norm: float, model: str | None = None) -> float:
+        """Scale the gradients down to a global norm, right under every layout; return the norm before.
+
+        Args:
+            max_norm: the largest norm.
+            model: the name of one of several models; `None` for all together.
+        """
+        norm, named = self._result.grad_norm, self._loop.parameters_of(() if model is None else (model,))
+        if model is not None or self._versions != self._read_versions():
+            norm = float(self._loop.update.measure_norm(named))
+        gradients = [local(p.grad) for p in named.values() if p.grad is not None]
+        scale = min(1.0, max_norm / (norm + CLIP_EPS)) if math.isfinite(norm) else 1.0
+        if scale != 1.0 and gradients:
+            multiply_each(gradients, scale)
+        return norm
+
+    def log(self, **values: float) -> None:
+        """Add values of rank 0 to this step's line in metrics.jsonl."""
+        self._values |= {name: float(value) for name, value in values.items()}
+
+    def close(self, *, quietly: bool = False) -> None:
+        """End the step: record it, and move the position in the data behind it.
+
+        Args:
+            quietly: at the end of the world: no error.
+
+        Raises:
+            PacelineError: PL649 if a pass was left early.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not quietly:
+            self._refuse_left()
+        if self._done is None or (quietly and sys.exc_info()[0] is not None):
+            return
+        values = {**self.means, **self._values}
+        self._loop.record(self._share, self._done, lr=self._lr, comm_s=self._comm_s, values=values)
+
+    @property
+    def _result(self) -> Updated:
+        if self._done is None or self.is_open:
+            raise _order_error(
+                f"a result of step {self.number} before the end of its inner loop.",
+                "Ranks sum gradients and agree on results at its end.",
+                "Read it after `for batch in step:`.",
+            )
+        return self._done
+
+    def _inside(self, what: str) -> tuple[Work, Round]:
+        if self._work is None or self._round is None:
+            raise _order_error(
+                f"{what} outside of the loop over a step's microbatches.",
+                "It belongs to a microbatch.",
+                "Call it in `for batch in step:`.",
+            )
+        return self._work, self._round
+
+    def _refuse_left(self) -> None:
+        if self._was_left or self.is_open:
+            raise PacelineError(
+                "PL649",
+                saw=f"the loop over the microbatches of step {self.number} was left early (break, return or "
+                "an exception).",
+                rule="All ranks sum gradients at its end, and other ranks wait there.",
+                fix="Use `continue` to leave out a microbatch. After an exception resume from a checkpoint.",
+            )
+
+    def _run_pass(self, names: tuple[str, ...]) -> Generator[Any, None, None]:
+        loop = self._loop
+        wanted = loop.parameters_of(names)
+        before = [(p, p.grad) for p in loop.parameters_of(()).values()]
+        left_out = set(map(id, (p for p, _ in before))) - set(map(id, wanted.values()))
+        self.is_open = True
+        try:
+            with preserved_generators(loop.world.device):  # draws of the loop between steps go on
+                unwanted = [p for p, _ in before if id(p) in left_out]
+                work = self._work = loop.begin_pass(
+                    self._share, self._num_passes, unwanted, is_numbered=self._is_numbered
+                )
+                self._num_passes += 1
+                first = loop.watch_first_pass()
+                try:
+                    with closing(loop.update.runner.rounds(work)) as rounds:
+                        for each in rounds:
+                            self._round = each
+                            yield each.batch
+                            self._round = None
+                            if first is not None:
+                                first.end_microbatch()
+                    if first is not None:
+                        first.end(self._share)
+                    done = loop.end_pass(work)
+                finally:
+                    self._round = self._work = None
+                    loop.update.end()
+            _put_back(before, left_out)
+            self.is_open = False
+        finally:
+            self._was_left, self.is_open = self.is_open, False
+        self._done = done
+        self._lr, self._comm_s = loop.update.lr, self._comm_s + done.comm_s
+        self._read_means(done)
+        is_alone = not left_out and all(grad is None for _, grad in before)
+        self._versions = self._read_versions() if is_alone else None
+
+    def _read_means(self, done: Updated) -> None:
+        sums = [] if done.sums is None else [math.fsum(column) for column in done.sums.T.tolist()]
+        for place, name in enumerate(self._loop.mean_names):
+            total, weight = sums[2 * place], sums[2 * place + 1]
+            self.means[name] = total / weight if weight else math.nan
+
+    def _read_versions(self) -> list[int]:
+        """Return numbers that change if a gradient does."""
+        grads = (p.grad for p in self._loop.parameters_of(()).values())
+        return [-1 if grad is None else read_version(local(grad)) for grad in grads]
+
+
+@torch.no_grad()
+def _put_back(before: list[tuple[Tensor, Tensor | None]], left_out: set[int]) -> None:
+    """Add the gradients from before a pass, and drop what it computed for models that it does not train."""
+    for parameter, grad in before:
+        if id(parameter) in left_out:
+            parameter.grad = grad
+        elif grad is not None:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+
+def _order_error(saw: str, rule: str, fix: str) -> PacelineError:
+    return PacelineError("PL649", saw=saw, rule=rule, fix=fix)

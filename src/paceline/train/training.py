@@ -1,0 +1,421 @@
+"""`Training`: what `Trainer` and `Loop` share: models, data, checkpoints, metrics, signals."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline.data.loader import Loader
+from paceline.data.share import Share
+from paceline.generators import preserved_generators
+from paceline.mesh import build_mesh
+from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.objective import Trial
+from paceline.parallel.order import Settings
+from paceline.parallel.stages.measure import TimedBatch
+from paceline.parallel.tensor.trace import cut_batch
+from paceline.seeds import derive_seed
+from paceline.train.arguments import Arguments
+from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
+from paceline.train.batches import RawBatches
+from paceline.train.building import UpdateSettings, build_model, build_updates, sync_batchnorm_error
+from paceline.train.evaluation import Evaluation, Metric, evaluate
+from paceline.train.foreign import explain_arguments
+from paceline.train.global_loss import GlobalLoss
+from paceline.train.loaders import TrainerLoader
+from paceline.train.memory import MemoryErrors
+from paceline.train.precision import Precision
+from paceline.train.recording import SkippedSteps
+from paceline.train.same_settings import (
+    StepSettings,
+    all_ranks,
+    check_same_settings,
+    describe_model,
+    describe_step_settings,
+    read_hyperparameters,
+)
+from paceline.train.state.saver import Saver
+from paceline.train.state.saving import SaveHandle, Saving, refuse_saving
+from paceline.train.step import Step
+from paceline.train.stopping import AskedToStopError, Stopped, StopRequests
+from paceline.train.trained_models import TrainedModels
+from paceline.train.update import Updated
+from paceline.world import current_world
+
+# Microbatches per global batch if the user sets no microbatch size. The number is fixed: a size derived from
+# the number of ranks would make dropout and BatchNorm depend on that number.
+_DEFAULT_NUM_MICROBATCHES = 8
+
+
+class Training(TrainedModels):
+    """Models in training, with the same result on any number of ranks.
+
+    Collective: construct it on every rank of the current world, with the same arguments.
+
+    Args:
+        given: the arguments.
+        forward: from (model, batch) to the output.
+        loss: from (output, batch) to the loss, or `None` if the user's own code computes it.
+        example: a batch of a few samples, or `None`.
+    """
+
+    # Whether a step is under way, in which nothing may be saved.
+    _is_in_step = False
+
+    def __init__(
+        self,
+        given: Arguments,
+        forward: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], Any] | None,
+        example: Any,
+    ) -> None:
+        world = current_world()
+        self._given = given
+        self.layout = given.resolve_layout(world.world_size)
+        self.microbatch_size, self._sync_batchnorm = given.microbatch_size, given.sync_batchnorm
+        self.step_number = self.num_samples = 0
+        self._precision = Precision(given.dtype, world.device)
+        self._check_layout()
+        if given.reduction == "exact":
+            world.pin_threads(1)
+            world.switch_on_determinism()
+        self._forward, self._loss = forward, loss
+        ranks = all_ranks() if world.world_size > 1 else None
+        if ranks is not None:
+            check_same_settings(given.describe_for_ranks(self.layout), ranks)
+        built = {
+            name: build_model(name, each, self._precision, given.seed, ranks)
+            for name, each in given.models.items()
+        }
+        self._statistics = RunningStatistics([each.model for each in built.values()])
+        if ranks is not None:
+            texts: dict[str, str] = {}
+            for name, each in built.items():
+                texts |= describe_model(name, each.model)
+            check_same_settings(texts, ranks)
+        self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
+        self._dp = self._mesh.dp if self._mesh is not None else None
+        trial: Callable[[nn.Module], Any] | None = None
+        if example is not None:
+            trial = partial(self._try_forward, batch=example)
+            if loss is not None:
+                trial = Trial(trial, partial(self._try_loss, batch=example))
+        timed = given.build_timed(self.layout, example, self._precision)
+        laying_out = self._lay_out(trial, timed)
+        self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
+        settings = UpdateSettings(
+            mesh=self._mesh,
+            precision=self._precision,
+            statistics=self._statistics,
+            laying_out=laying_out,
+            schedule=given.schedule,
+            clip_norm=given.clip_norm,
+            seed=given.seed,
+        )
+        updates = build_updates(built, given.optimizers, settings, world.world_size)
+        models = {name: each.model for name, each in built.items()}
+        super().__init__(world, models, updates, self.layout, given.ema)
+        self._start_run(laying_out.ddp.bucket_cap_mb)
+        world.on_close(self.close)
+
+    def _check_layout(self) -> None:
+        """Raise if the arguments do not go with the layout."""
+        self._given.check_together(self.layout)
+
+    def _lay_out(self, trial: Callable[[nn.Module], Any] | None, timed: TimedBatch | None) -> Settings:
+        return self._given.lay_out(self.layout, trial, timed)
+
+    def _start_run(self, bucket_cap_mb: float) -> None:
+        """Set up everything that accompanies steps: state, metrics, data, signals."""
+        given = self._given
+        saving = Saving(self.world, given.checkpoint_mode, given.asynchronous_saves, given.max_failed_saves)
+        saving.hurry_if(lambda: bool(self._requests.signum))
+        self.wait_before_writing(saving.before_write)
+        self._loaders: dict[str, Loader] = {}
+        self._saver = Saver(
+            self.world,
+            self.models,
+            self._updates,
+            self._loaders,
+            saving=saving,
+            keep=given.keep,
+            copies=given.checkpoint_copies,
+            layout=self.layout,
+            reduction=given.reduction,
+            recipe_toml=given.recipe_toml,
+            bucket_cap_mb=bucket_cap_mb,
+            settings=given.describe_for_resume(self.layout, self._updates),
+        )
+        self._saver.tracked.add(name_averages(self.averages))
+        self._global_loss: GlobalLoss | None = None
+        if given.loss_over == "global_batch":
+            assert self._loss is not None
+            self._global_loss = GlobalLoss(self.model, self._forward, self._loss, self._mesh, self._precision)
+        self._records = given.build_records(self.world, self.layout)
+        self._skipped = SkippedSteps(given.max_skipped_in_a_row)
+        self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
+        self._last_loss = math.nan
+        self._source: Loader | None = None
+        self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
+        self._raw_batches = RawBatches(self._dp, self.world.device)
+        self._requests = StopRequests()
+        self._stop_signum = 0
+        self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder given to `resume`, or `None`."""
+        return self._saver.folder
+
+    @explain_arguments
+    def loader(
+        self,
+        dataset: Dataset[Any] | Any,
+        *,
+        global_batch_size: int,
+        shuffle: bool | None = None,
+        epochs: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        shard: Literal["loader", "mine"] = "loader",
+        name: str | None = None,
+    ) -> TrainerLoader:
+        """Build a loader of global batches, which gives each rank its share; see `paceline.data.Loader`.
+
+        Its position is saved in the checkpoints, under `name`. By default the name follows from the order of
+        creation, which must then be the same in the start that resumes. `shard="mine"` states that the data
+        are already divided, and are this rank's own part. A loader of data that another loader has trained
+        on starts with the next epoch.
+        """
+        settings = {key: each for key, each in locals().items() if key not in ("self", "dataset", "name")}
+        size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
+        if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
+            raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
+        name = name or f"loader{len(self._loaders)}"
+        settings |= {"name": name, "microbatch_size": size, "seed": self._given.seed}
+        loader = TrainerLoader(self, dataset, dp=self._dp, others=self._loaders, **settings)
+        self._loaders[name] = loader
+        state = self._saver.tracked.take_loader_state(name)
+        if state is not None:
+            self._saver.check_loader(loader)
+            loader.load_state_dict(state)
+        return loader
+
+    def track(self, **objects: Any) -> None:
+        """Add objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
+
+        After `resume`, their saved state is loaded at once. Their state must be the same on every
+        rank; `save` compares it.
+        """
+        refuse_copied_models(objects, self._updates.values())
+        self._saver.tracked.add(objects)
+
+    def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
+        """Resume from the newest valid checkpoint of a run's folder, or start from scratch if there is none.
+
+        Collective. From now on, `save` writes to this folder, and metrics go to its `metrics.jsonl`.
+
+        The settings that affect the result must be those of the checkpoint: batch sizes, dtype, clipping,
+        seed, the options of optimizer and schedule as built, the data, what is frozen and tracked. The
+        number of ranks and the layout may change.
+
+        Args:
+            folder: of the run.
+            accept: settings that may differ, by the names that PL515 lists, such as `["optimizer.lr"]`. The
+                part before a dot stands for all names that begin with it. The run continues with the new
+                values. If the learning rate or the schedule differs, the new schedule applies from this step.
+
+        Returns:
+            The number of steps already taken.
+
+        Raises:
+            PacelineError: PL500 to PL531 if there are checkpoints and none can be used; PL515 if settings
+                differ, raised here, when a loader is made later, or in the first step; PL550 if the run has
+                saved and no checkpoint is found; PL319, PL552, PL553 and PL555 where nodes have disks of
+                their own.
+        """
+        accept = [accept] if isinstance(accept, str) else accept
+        self._records.close()
+        state = self._saver.load(Path(folder), accept)
+        if state is not None:
+            self.step_number = state["step"]
+            self.num_samples = state["samples"]
+            self._skipped.num_in_a_row = state["skipped_in_a_row"]
+            for name, loader in self._loaders.items():
+                if (saved := self._saver.tracked.take_loader_state(name)) is not None:
+                    loader.load_state_dict(saved)
+        self._records.begin(Path(folder), self.step_number)
+        self._last_step_end_s = time.perf_counter()
+        return self.step_number
+
+    def save(self, *, wait: bool = False) -> SaveHandle:
+        """Write a checkpoint of this step, unless there is one; collective.
+
+        A save that the disk refuses is logged and does not raise, unless it waits or is the last of
+        `max_failed_saves` in a row. Earlier checkpoints are kept.
+
+        Args:
+            wait: return only once the checkpoint is committed, and raise if that fails.
+
+        Returns:
+            A handle with `path` and `wait()`; it can be used as a path.
+
+        Raises:
+            PacelineError: PL403 before `resume` was called, PL395 if tracked state differs between ranks,
+                PL418 if copies do (of an asynchronous save, raised by `wait` or the next save), PL433 after
+                `without_communication`, PL545 inside of a step, PL5xx if saving fails.
+        """
+        self._refuse_saving()
+        self._records.flush()  # the file then has all steps that the checkpoint has
+        return self._saver.save(self._describe_progress(), wait=wait)
+
+    def _begin_step(self, share: Share) -> None:
+        """Check everything that ranks must have alike before a step, and count it."""
+        if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
+            raise sync_batchnorm_error(
+                share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
+            )
+        self._source = share.source
+        updates = self._updates.values()
+        for each in updates:
+            each.as_built.check()
+        self._settings.begin(
+            (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
+            tuple((read_hyperparameters(u.optimizer), u.as_built.changes) for u in updates),
+            share,
+        )
+        self.step_number += 1
+
+    def _end_step(
+        self,
+        share: Share,
+        done: dict[str, Updated],
+        *,
+        lr: float,
+        comm_s: float,
+        values: Mapping[str, float] | None = None,
+    ) -> Step:
+        """Move the data's position behind a step, and record it."""
+        update_averages(self.averages, done)
+        if share.source is not None:
+            share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
+        self.num_samples += share.num_samples
+        now_s = time.perf_counter()
+        step = Step(
+            number=self.step_number,
+            epoch=share.epoch,
+            num_samples=share.num_samples,
+            lr=lr,
+            updates=done,
+            step_s=now_s - self._last_step_end_s,
+            data_s=self._data_s,
+            comm_s=comm_s,
+        )
+        self._last_step_end_s, self._data_s = now_s, 0.0
+        self._last_loss = step.loss
+        times = self._saver.end_step()
+        self._records.write_step(step, self.num_samples, self._updates.values(), times, values or {})
+        self._skipped.count(step)
+        return step
+
+    def _evaluate(
+        self,
+        loader: TrainerLoader,
+        forward: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], Any],
+        metrics: Mapping[str, Metric] | None,
+    ) -> Evaluation:
+        """Compute means over all of a loader's samples, and record them; collective."""
+        started_s = time.perf_counter()
+        try:
+            with preserved_generators(self.world.device), self._memory.explained(None):
+                result = evaluate(
+                    self.model,
+                    self._updates["model"].runner,
+                    loader,
+                    forward=forward,
+                    loss=loss,
+                    metrics=dict(metrics or {}),
+                    mesh=self._mesh,
+                    precision=self._precision,
+                    seed=derive_seed(self._given.seed, "evaluate"),
+                    requests=self._requests,
+                    global_loss=self._global_loss,
+                )
+        except AskedToStopError as asked:
+            self._stop_signum = asked.signum
+            self.leave_if_asked()
+            raise
+        self._records.write_evaluation(self.step_number, result.values())
+        self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
+        return result
+
+    def leave_if_asked(self) -> None:
+        """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
+
+        Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
+        example an average of weights.
+        """
+        refuse_averaged(self.averages.values())
+        self._requests.install()
+        if not self._stop_signum:
+            return
+        saved = None
+        if self.run_folder is not None:
+            self._refuse_saving()
+            self._records.flush()
+            saved = str(self._saver.save(self._describe_progress(), wait=True, is_last=True))
+        signum, self._stop_signum = self._stop_signum, 0
+        raise Stopped(signum, self.step_number, saved)
+
+    def close(self) -> None:
+        """Close files and restore the signal handlers; `World.close` calls it."""
+        self._requests.remove()
+        for update in self._updates.values():
+            update.close()
+        self._saver.close(self.step_number)
+        self._records.close()
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Add time that the loop waited for data to the next step's metrics."""
+        self._data_s += seconds
+
+    def _describe_progress(self) -> dict[str, Any]:
+        """Return the counters to save."""
+        return {
+            "step": self.step_number,
+            "samples": self.num_samples,
+            "skipped_in_a_row": self._skipped.num_in_a_row,
+            "loss": self._last_loss,
+        }
+
+    def _describe_settings(self) -> dict[str, str]:
+        hooks = {name: (each.optimizer, each.gradient_hooks) for name, each in self._updates.items()}
+        found = describe_step_settings(self._saver.tracked.own_names, hooks, self._source)
+        changes = {
+            f"since the build of {name}": each.as_built.changes for name, each in self._updates.items()
+        }
+        return found | {what: "; ".join(each) for what, each in changes.items() if each}
+
+    def _refuse_saving(self) -> None:
+        refuse_averaged(self.averages.values())
+        refuse_saving(in_step=self._is_in_step, went_apart=self._went_apart)
+
+    def _try_forward(self, model: nn.Module, batch: Any) -> Any:
+        with self._precision.autocast():
+            return self._forward(model, self._precision.place_batch(cut_batch(batch)))
+
+    def _try_loss(self, output: Any, batch: Any) -> Any:
+        assert self._loss is not None
+        with self._precision.autocast():
+            return self._loss(output, self._precision.place_batch(cut_batch(batch)))

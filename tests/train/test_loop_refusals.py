@@ -1,0 +1,224 @@
+"""What a loop of a user's own is refused, by name, and what an error leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import paceline
+from paceline.errors import PacelineError
+from tests.dist.pool import Pool
+from tests.train.loops import Net, square
+
+DATA = TensorDataset(torch.randn(24, 6), torch.randn(24, 2))
+
+
+def build(**settings: Any) -> tuple[paceline.Loop, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = settings.pop("model", None) or nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return paceline.Loop(model, optimizer, **{"microbatch_size": 4, **settings}), model, optimizer
+
+
+def refused(code: str, call: Callable[[], Any], *parts: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        call()
+    assert caught.value.code == code
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+MODEL = nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "models", "optimizers", "settings", "part"),
+    [
+        ("PL646", MODEL, None, {"dtype": "bf16"}, "torch.autocast"),
+        ("PL646", MODEL, None, {"dtype": "fp16"}, "GradScaler"),
+        ("PL646", lambda: nn.Linear(6, 2), None, {}, "factory"),
+        ("PL646", {"a": MODEL, "b": 3}, None, {}, "b is a int"),
+        ("PL646", torch.compile(nn.Linear(6, 2), backend="eager"), None, {}, "compile=True"),
+        ("PL647", MODEL, stepped(MODEL), {}, "has state"),
+        ("PL647", MODEL, torch.optim.SGD(nn.Linear(6, 2).parameters(), lr=0.1), {}, "no model has"),
+        ("PL647", MODEL, [3], {}, "has a int"),
+        ("PL647", MODEL, torch.optim.Adagrad(MODEL.parameters()), {}, "lambda named: Adagrad"),
+        ("PL400", MODEL, None, {"on_nonfinite": "ignore"}, "keep"),
+        ("PL400", MODEL, None, {"means": "accuracy"}, "means="),
+        ("PL400", MODEL, None, {"microbatch_size": 0}, "microbatch_size"),
+        ("PL428", MODEL, None, {"reduction": "exactly"}, "reduction"),
+        ("PL929", MODEL, None, {"gradient_accumulation_steps": 4}, "Loop("),
+        ("PL929", MODEL, None, {"mixed_precision": "bf16"}, "Loop("),
+        ("PL929", nn.parallel.DataParallel(MODEL), None, {}, "laid out already"),
+    ],
+)
+def test_arguments(code: str, models: Any, optimizers: Any, settings: dict[str, Any], part: str) -> None:
+    if optimizers is None:
+        optimizers = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+    with paceline.start():
+        refused(code, lambda: paceline.Loop(models, optimizers, **settings), part)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([DATA[number] for number in range(24)])
+
+
+class Endless(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+@pytest.mark.parametrize(
+    ("code", "data", "part"),
+    [
+        ("PL648", DATA, "global_batch_size"),
+        ("PL648", DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4), "shuffle=True"),
+        ("PL648", DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler=list"),
+        ("PL648", DataLoader(DATA, batch_size=None), "batch_size=None"),
+        ("PL648", DataLoader(DATA, sampler=Endless(), batch_size=4), "__len__"),
+        (
+            "PL648",
+            DataLoader(DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, 2, 0), 4, False)),
+            "DistributedSampler",
+        ),
+    ],
+)
+def test_data(code: str, data: Any, part: str) -> None:
+    with paceline.start():
+        loop, *_ = build()
+        refused(code, lambda: loop.loader(data), part)
+
+
+def test_taken_loaders() -> None:
+    with paceline.start():
+        loop, _model, _ = build()
+        loader = loop.loader(DataLoader(DATA, batch_size=7, drop_last=True), epochs=1)
+        rows = [len(batch[0]) for step in loader for batch in step if batch[0].sum().isfinite()]
+        assert rows == [4, 3] * 3  # in order, without the last 3
+        stream = loop.loader(DataLoader(Stream(), batch_size=8), epochs=1)
+        assert sum(len(x) for step in stream for x, _ in step) == 24
+        assert len(loop.loader(DataLoader(DATA, batch_size=8))) == 3
+
+
+def test_order_of_calls() -> None:
+    with paceline.start():
+        loop, model, optimizer = build(means=["size"])
+        loss = model(torch.randn(4, 6)).mean()
+        step = next(iter(loop.loader(DATA, global_batch_size=8, epochs=1)))
+        refused("PL649", lambda: step.backward(loss), "outside of the loop")
+        refused("PL649", lambda: step.mean("size", 1.0), "outside of the loop")
+        refused("PL649", lambda: step.grad_norm, "before the end")
+        refused("PL649", lambda: step.clip_grad_norm_(1.0), "before the end")
+        refused("PL404", lambda: step.of("other").__next__(), "step.of('other')")
+        for batch in step:
+            refused("PL404", lambda: step.mean("other", 1.0), "means=['size', 'other']")
+            refused("PL410", lambda: step.backward(model(batch[0])), "[4, 2]")  # noqa: B023
+            refused("PL410", lambda: step.backward(torch.zeros(())), "step.backward")
+            refused("PL649", optimizer.step, "inside of the loop")
+            refused("PL545", loop.save)
+            square(model(batch[0]), batch).backward()
+            refused("PL643", lambda: step.backward(square(model(batch[0]), batch)), "same microbatch")  # noqa: B023
+        optimizer.step()
+        loop.end_step()
+        refused("PL649", lambda: iter(step), "has ended")
+        refused("PL403", loop.save)
+
+
+def test_a_weight_that_is_none() -> None:
+    with paceline.start():
+        loop, _model, _ = build(weight=lambda batch: -1)
+        step = next(iter(loop.loader(DATA, global_batch_size=8, epochs=1)))
+        refused("PL400", lambda: next(iter(step)), "weight= returned -1")
+
+
+@pytest.mark.parametrize("leaves", ["break", "raise"])
+def test_leaving_a_step_early_is_an_error_and_leaves_nothing_behind(leaves: str) -> None:
+    with paceline.start():
+        loop, model, _optimizer = build()
+        steps = iter(loop.loader(DATA, global_batch_size=8, epochs=1))
+        step = next(steps)
+        torch.manual_seed(3)
+        expected = torch.rand(3)
+        torch.manual_seed(3)
+        try:
+            for batch in step:
+                square(model(batch[0]), batch).backward()
+                if leaves == "break":
+                    break
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert torch.equal(torch.rand(3), expected)
+        assert not step.is_open
+        refused("PL649", lambda: next(steps), "step 1", "left early")
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index]
+
+
+def run_divided(world: Any, what: str) -> str:
+    """Return the code that a rank gets."""
+    layout = {"ep": "ep=2", "pp": "pp=2", "several": "tp=2"}.get(what, "dp_shard=2")
+    try:
+        if what == "several":
+            models = {"a": nn.Linear(6, 8), "b": nn.Linear(8, 2)}
+            paceline.Loop(models, torch.optim.SGD(models["a"].parameters(), lr=0.1), layout=layout)
+            return "none"
+        loop, model, _optimizer = build(layout=layout, model=Net())
+        if what == "split":
+            next(iter(loop.split((torch.full((8, 6), float(world.rank)), torch.zeros(8, 2)))))
+            return "none"
+        for step in loop.loader(Rows(), global_batch_size=8, epochs=1):
+            for batch in step:
+                output = model(batch[0])
+                if what == "continue":
+                    continue
+                if what == "penalty":
+                    torch.autograd.grad(output.sum(), list(model.parameters()), create_graph=True)
+                if what == "outside":
+                    output = output + sum(p.square().sum() for p in model.parameters())
+                square(output, batch).backward(retain_graph=what == "twice")
+                if what == "again":
+                    square(output, batch).backward()
+                if what == "break":
+                    break
+    except PacelineError as error:
+        return error.code
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("pp", "PL646"),
+        ("several", "PL423"),
+        ("split", "PL668"),
+        ("continue", "PL644"),
+        ("twice", "PL644"),
+        ("again", "PL644"),
+        ("penalty", "PL436"),
+        ("outside", "PL642"),
+        ("break", "PL649"),
+    ],
+)
+def test_divided_models(ranks: Pool, what: str, code: str) -> None:
+    assert ranks.run(run_divided, 2, (what,)) == [code, code]
