@@ -57,7 +57,8 @@ def _differing_error(
         rule="Ranks that hold the same tensor apply the same update to it, so all have the same bits.",
         fix="Look for code that changes weights, gradients or optimizer state on some ranks only: a "
         "hook, an in-place change between steps, torch's clip_grad_norm_ under tp in place of "
-        "step.clip_grad_norm_, another version of a library. If there is none, check the memory and the processor of that rank's machine. Resume from the newest checkpoint.",
+        "step.clip_grad_norm_, another version of a library. If there is none, check the memory and the "
+        "processor of that rank's machine. Resume from the newest checkpoint.",
     )
 
 
