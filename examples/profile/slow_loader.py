@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -34,7 +34,8 @@ def main() -> None:
     layers = [nn.Linear(512, 512) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = iter(DataLoader(Numbers(), batch_size=16))
+    dataset = Numbers()
+    batches = iter(DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset)))
     for _ in range(30):
         loss = model(next(batches)).pow(2).mean()
         optimizer.zero_grad()

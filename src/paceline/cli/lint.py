@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from paceline.errors import PacelineError
+
 _DESCRIPTION = """
 Reads scripts without running or importing them, as three ranks of 16 on two nodes would run them, and reports
 what is proved to hang, crash or be wrong. Errors and warnings make the exit code 1.
 """
+# The last ones are for `paceline run`: errors only, a line each, on standard error.
+_BESIDE = ("beside", "beside-json")
+_OF_NODES = ("PL012", "PL022", "PL055", "PL056")  # wrong on several nodes only
 _FORMATS = ("text", "json", "sarif", "github")
+_MOST_BYTES = 1_000_000
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -28,9 +35,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "paths", nargs="+", metavar="PATH", help="scripts, notebooks, folders, or - for standard input"
     )
     parser.add_argument(
-        "--format", choices=_FORMATS, default="text", help="how findings are printed (default: text)"
+        "--format",
+        choices=(*_FORMATS, *_BESIDE),
+        metavar="|".join(_FORMATS),
+        default="text",
+        help="how findings are printed (default: text)",
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
+    parser.add_argument("--fix", action="store_true", help="write the fixes that have one right form")
+    parser.add_argument("--diff", action="store_true", help="print these fixes as a diff, and write nothing")
+    parser.add_argument("--one-node", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -41,7 +55,22 @@ def run(args: argparse.Namespace) -> int:
 
     sources = list(read_sources(args.paths, sys.stdin.read))
     checked = check_sources(sources)
+    if args.diff or args.fix:
+        changed = _fix(sources, checked.findings, write=args.fix and not args.diff)
+        if args.diff:
+            return 1 if changed else 0
+        sources = list(read_sources(args.paths, sys.stdin.read))
+        checked = check_sources(sources)
     findings = checked.findings
+    if args.format in _BESIDE:
+        for finding in findings:
+            if finding.level == "error" and not (args.one_node and finding.code in _OF_NODES):
+                line = f"{finding.path}:{finding.line}: {finding.saw} {finding.fix} [{finding.code}]"
+                text = (
+                    f"paceline: {line}" if args.format == "beside" else json.dumps({"lint": asdict(finding)})
+                )
+                print(text, file=sys.stderr, flush=True)
+        return 0
     if args.json or args.format == "json":
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     elif args.format == "sarif":
@@ -62,6 +91,54 @@ def run(args: argparse.Namespace) -> int:
             print(f"    {finding.rule}\n    Fix: {finding.fix}\n")
         _print_sum(findings, checked.num_files, checked.num_concerned)
     return 1 if any(finding.level in ("error", "warning") for finding in findings) else 0
+
+
+def _fix(sources: Sequence[Any], findings: Sequence[Any], *, write: bool) -> int:
+    """Write or print the fixes, and return how many there are."""
+    import difflib
+    from pathlib import Path
+
+    from paceline.lint.fix import fix_text
+
+    count = 0
+    for source in sources:
+        mine = [finding for finding in findings if finding.path == source.path]
+        if not mine or source.cells:
+            continue
+        text, fixed = fix_text(source.text, mine)
+        count += fixed
+        if fixed and write and source.path == "<stdin>":
+            raise PacelineError(
+                "PL095",
+                saw="--fix with standard input.",
+                rule="Fixes are written into the file.",
+                fix="Pass the path of a script, or use --diff.",
+            )
+        if fixed and write:
+            Path(source.path).write_text(text, encoding="utf-8", newline="")
+        elif fixed:
+            lines = source.text.splitlines(keepends=True), text.splitlines(keepends=True)
+            sys.stdout.writelines(difflib.unified_diff(*lines, source.path, source.path))
+    if write and count:
+        print(f"{count} fixed.", file=sys.stderr)
+    return count
+
+
+def lint_beside(script: str, *, as_json: bool, one_node: bool) -> subprocess.Popen[bytes] | None:
+    """Lint a script in a process beside the job that starts with it; None if it has nothing to do with ranks.
+
+    The caller keeps the result, so that the process is reaped.
+    """
+    try:
+        with open(script, "rb") as file:
+            text = file.read(_MOST_BYTES)
+        if not script.endswith(".py") or not (b"torch" in text or b"Accelerator" in text):
+            return None
+        words = [sys.executable, "-m", "paceline", "lint", script, "--format", _BESIDE[as_json]]
+        words += ["--one-node"] if one_node else []
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    except OSError:
+        return None  # the job itself reports a script that cannot be read
 
 
 def _print_sum(findings: Sequence[Any], num_files: int, num_concerned: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.job_status import print_status
+from paceline.cli.lint import lint_beside
 from paceline.cli.profiling import (
     add_profile_flags,
     add_recording,
@@ -64,6 +65,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="print the members, the round and the state of the job at --rdzv-endpoint, and exit",
     )
     add_watching_flags(ours)
+    ours.add_argument("--no-lint", action="store_true", help="do not read the script for mistakes")
     ours.add_argument(
         "--json",
         action="store_true",
@@ -158,6 +160,10 @@ def _run(args: argparse.Namespace) -> None:
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)
     watcher = add_recording(args, build_watcher(args))
+    if place.launcher == "single" and not (args.no_lint or args.module or args.no_python):
+        one_node = str(args.nnodes or 1) in ("1", "1:1")
+        # Kept until the job ends, so that the process is reaped.
+        beside = lint_beside(args.training_script, as_json=args.json, one_node=one_node)  # noqa: F841
     run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
 
 

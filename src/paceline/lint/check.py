@@ -137,7 +137,7 @@ def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | Non
     if id(value.ref.node) in run.visited:
         return
     run.frame = run.module_frame(value.ref.module)
-    run.initialized, run.device_set, run.seed = True, True, None
+    run.initialized, run.is_assumed, run.device_set, run.seed = True, True, True, None
     run.num_unread_calls += not initialized
     run.no_sync, run.no_grad, run.loops = [], 0, ()
     run.call_function(value, [Value("*", ref=unknown())], {}, value.ref.node, owner=owner)

@@ -60,6 +60,7 @@ class Evaluator:
         self.place = place
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths
+        self.is_assumed = False  # of a function that nobody in the file calls
         self.device_set = False
         self.backend = ""
         self.seed: Taint | None = None  # origins of the last seed of torch
@@ -444,6 +445,8 @@ class Evaluator:
             kind, taint=value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN, deps=value.deps
         )
         library.inherit(result, [value])
+        if value.fact("part"):
+            result.attrs["#part"] = True
         return result
 
     def _eval_call(self, node: ast.Call) -> Value:

@@ -95,6 +95,7 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     value = unknown(taint, owner.deps)
     if owner.kind in ("model", "ddp", "fsdp"):
         value.deps = owner.deps | {owner}
+        value.attrs["#part"] = True
     defaults = owner.fact("defaults")
     if defaults is not None and name in defaults:
         value.attrs["#default"] = defaults[name]
@@ -416,6 +417,8 @@ def call_method(
         taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
     value = Value(kind, taint=taint, deps=owner.deps | deps_of(values), node=node)
     inherit(value, [owner])
+    if owner.fact("part"):
+        value.attrs["#part"] = True
     if name == "mean" and not any(Taint.UNKNOWN in one.taint and not one.kind for one in args):
         value.attrs["#mean"] = True
     return value

@@ -166,7 +166,9 @@ def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
 def element(run: Any, owner: Value, key: Value, node: ast.AST) -> Value | None:
     """Return an element of an object that means something, or None."""
     if owner.kind in ("model", "ddp", "fsdp"):
-        return unknown(owner.taint, owner.deps | {owner})
+        part = unknown(owner.taint, owner.deps | {owner})
+        part.attrs["#part"] = True
+        return part
     if owner.kind in ("mesh", "loaded", "state"):
         return Value(owner.kind, taint=owner.taint, ref=owner.ref, deps=owner.deps, attrs=dict(owner.attrs))
     return None
@@ -246,7 +248,6 @@ def _model(c: KnownCall) -> Value | None:
         "buffers",
     ):
         part = unknown(Taint.NONE, c.owner.deps | {c.owner})
-        part.attrs["#all_of"] = c.owner
         if c.name.startswith("named"):
             part = sequence((unknown(Taint.NONE), part), "tuple")
         return Value("list", deps=c.owner.deps | {c.owner}, attrs={"#element": part})

@@ -18,7 +18,7 @@ from paceline.lint.values import Taint, Value, constant, mix, unknown
 def call_init(c: KnownCall) -> Value:
     backend = c.pick(0, "backend")
     c.run.backend = str(backend.const) if backend is not None and backend.is_known else c.run.backend
-    c.run.initialized = True
+    c.run.initialized, c.run.is_assumed = True, False
     if "device_id" in c.kwargs:
         c.run.device_set = True
     c.run.emit(
@@ -100,7 +100,7 @@ def call_wrap(c: KnownCall) -> Value:
         module=model,
         device_set=c.run.device_set,
         devices=c.pick(1, "device_ids"),
-        initialized=c.run.initialized,
+        initialized=c.run.initialized is True and not c.run.is_assumed,
         unread=c.run.num_unread_calls,
         backend=c.run.backend,
         what=kind,
@@ -224,14 +224,26 @@ def call_amp(c: KnownCall) -> Value:
 
 
 def call_save(c: KnownCall) -> Value:
-    c.run.emit("save", c.node, value=c.pick(0, "obj"), target=c.pick(1, "f"), initialized=c.run.initialized)
+    c.run.emit(
+        "save",
+        c.node,
+        value=c.pick(0, "obj"),
+        target=c.pick(1, "f"),
+        initialized=c.run.initialized is True and not c.run.is_assumed,
+    )
     return constant(None)
 
 
 def call_load(c: KnownCall) -> Value:
     target = c.pick(0, "f") or unknown()
     mapped = c.pick(1, "map_location") is not None or "**" in c.kwargs
-    event = c.run.emit("load", c.node, target=target, mapped=mapped, initialized=c.run.initialized)
+    event = c.run.emit(
+        "load",
+        c.node,
+        target=target,
+        mapped=mapped,
+        initialized=c.run.initialized is True and not c.run.is_assumed,
+    )
     return Value("loaded", taint=Taint.UNKNOWN | (target.taint & Taint.RANK), attrs={"#event": event})
 
 

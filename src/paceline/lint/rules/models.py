@@ -50,8 +50,7 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             inner = set(wrapper.attrs["module"].alternatives())
             if wrapper not in touched and not {one for one in inner if one.kind == "model"} & touched:
                 continue
-            whole = event.target.fact("all_of") or event.target
-            if not event.value.const and whole in {wrapper} | inner and id(event.node) not in partly:
+            if not event.value.const and not event.target.fact("part") and id(event.node) not in partly:
                 continue  # a teacher: without any gradient there is no backward
             later = items[i:]
             if any(other.kind == "wrap" and inner & set(other.module.alternatives()) for other in later):

@@ -1,0 +1,154 @@
+"""`paceline lint`: files, trees, notebooks, standard input, formats, settings, comments and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+
+CORPUS = Path(__file__).parent / "corpus"
+BAD = (CORPUS / "pl067_bad_seconds.py").read_text(encoding="utf-8")
+GOOD = (CORPUS / "pl067_ok_default.py").read_text(encoding="utf-8")
+
+
+def lint(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["lint", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text(BAD)
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "train.py").write_text(BAD)
+    code, out, _ = lint(capsys, str(tmp_path))
+    assert code == 1
+    assert f"{tmp_path}/sub/train.py:3:1: error: timeout=3600 is a number. [PL067]" in out
+    assert "1 error in 2 files." in out
+
+
+def test_nothing_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lint(capsys, str(CORPUS / "pl067_ok_default.py"))
+    assert (code, out) == (0, "No mistake found in 1 file.\n")
+    code, out, _ = lint(capsys, str(Path(__file__).parent / "__init__.py"))
+    assert (code, out) == (0, "Nothing to check: no word of distributed training in 1 file.\n")
+
+
+def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(BAD))
+    assert lint(capsys, "-")[0] == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(BAD))
+    code, _, err = lint(capsys, "-", "--fix")
+    assert code == 2
+    assert "[PL095]" in err
+
+
+def test_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "import torch.distributed as dist"]},
+        {"cell_type": "code", "source": "x = 1\ndist.init_process_group(timeout=3)\n"},
+    ]
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    code, out, _ = lint(capsys, str(path), "--json")
+    [finding] = json.loads(out)
+    assert code == 1
+    assert (finding["path"], finding["line"], finding["code"]) == (f"{path}#cell2", 2, "PL067")
+
+
+def test_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BAD)
+    _, out, _ = lint(capsys, str(path), "--format", "github")
+    assert out.startswith(f"::error file={path},line=3,col=1,title=PL067::timeout=3600 is a number.")
+    _, out, _ = lint(capsys, str(path), "--format", "sarif")
+    [run] = json.loads(out)["runs"]
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["PL067"]
+    assert run["results"][0]["locations"][0]["physicalLocation"]["region"]["startLine"] == 3
+    code, out, err = lint(capsys, str(path), "--format", "beside")
+    assert (code, out) == (0, "")
+    assert err.startswith(f"paceline: {path}:3: timeout=3600 is a number. Pass datetime")
+
+
+def test_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BAD.replace("  # PL067", "  # paceline: ignore[PL067]"))
+    assert lint(capsys, str(path))[0] == 0
+    path.write_text(GOOD + "x = 1  # paceline: ignore[PL067]\ny = '# paceline: ignore'\n")
+    code, out, _ = lint(capsys, str(path))
+    assert code == 1
+    assert "`paceline: ignore[PL067]` silences nothing. [PL098]" in out
+    assert out.count("PL098") == 1
+
+
+def test_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BAD)
+    project = tmp_path / "pyproject.toml"
+    for text, code in (
+        ('ignore = ["PL067"]', 0),
+        ('level = { PL067 = "advice" }', 0),
+        ('level = { PL067 = "warning" }', 1),
+        ('exclude = ["train.py"]', 0),
+        ('per-file-ignores = { "train*" = ["PL067"] }', 0),
+        ('per-file-ignores = { "tests/*" = ["PL067"] }', 1),
+        ('ignore = ["PL700"]', 2),
+        ("select = []", 2),
+    ):
+        project.write_text(f"[tool.paceline.lint]\n{text}\n")
+        assert lint(capsys, str(path))[0] == code, text
+
+
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lint(capsys, str(tmp_path / "none.py"))
+    assert code == 2
+    assert "[PL097]" in err
+    path = tmp_path / "train.py"
+    path.write_text("import torch.distributed\ndef f(:\n")
+    code, out, _ = lint(capsys, str(path))
+    assert code == 1
+    assert "train.py:2:7: error: invalid syntax. [PL099]" in out
+
+
+def test_fix_and_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BAD)
+    code, out, _ = lint(capsys, str(path), "--diff")
+    assert code == 1
+    assert "+import datetime\n" in out
+    assert path.read_text() == BAD
+    assert lint(capsys, str(path), "--fix")[0] == 0
+    assert "timeout=datetime.timedelta(seconds=3600)" in path.read_text()
+
+
+def test_no_torch() -> None:
+    script = str(CORPUS / "pl001_bad_barrier_in_if.py")
+    lines = f"import sys, paceline.cli.main as m; m.main(['lint', {script!r}])"
+    code = f"{lines}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_beside_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli.lint import lint_beside
+
+    path = tmp_path / "train.py"
+    path.write_text((CORPUS / "pl055_bad_rank_is_device.py").read_text() + BAD)
+    for one_node, codes in ((True, ["PL067"]), (False, ["PL055", "PL067"])):
+        process = lint_beside(str(path), as_json=True, one_node=one_node)
+        assert process is not None
+        assert process.wait(timeout=60) == 0
+        lines = capfd.readouterr().err.splitlines()
+        assert [json.loads(line)["lint"]["code"] for line in lines] == codes
+    path.write_text("print(1)\n")
+    assert lint_beside(str(path), as_json=True, one_node=True) is None
+    assert lint_beside(str(tmp_path / "none.py"), as_json=True, one_node=True) is None
