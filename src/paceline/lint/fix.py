@@ -10,7 +10,7 @@ from paceline.lint.check import LintFinding
 
 
 @dataclass(frozen=True, order=True)
-class Edit:
+class ByteEdit:
     """Bytes of a file that are replaced, from `start` to `end`."""
 
     start: int
@@ -45,26 +45,26 @@ class _File:
             node for node in ast.walk(self.tree) if tuple(getattr(node, name, None) for name in names) == here
         ]
 
-    def drop_keyword(self, call: ast.Call, name: str) -> list[Edit]:
+    def drop_keyword(self, call: ast.Call, name: str) -> list[ByteEdit]:
         """Return the edit that removes a keyword argument with the comma before it."""
         parts = sorted([*call.args, *call.keywords], key=lambda part: self.span(part))
         for before, part in zip([None, *parts], parts, strict=False):
             if isinstance(part, ast.keyword) and part.arg == name and before is not None:
-                return [Edit(self.span(before)[1], self.span(part)[1], "")]
+                return [ByteEdit(self.span(before)[1], self.span(part)[1], "")]
         return []
 
 
-def _shuffle(file: _File, node: ast.AST) -> list[Edit]:
+def _shuffle(file: _File, node: ast.AST) -> list[ByteEdit]:
     return file.drop_keyword(node, "shuffle") if isinstance(node, ast.Call) else []
 
 
-def _sampler(file: _File, node: ast.AST) -> list[Edit]:
+def _sampler(file: _File, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Call) or len(node.args) > 1:
         return []
     return [*file.drop_keyword(node, "num_replicas"), *file.drop_keyword(node, "rank")]
 
 
-def _clear(file: _File, node: ast.AST) -> list[Edit]:
+def _clear(file: _File, node: ast.AST) -> list[ByteEdit]:
     """Clear the gradients in a line of its own, after `optimizer.step()`."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
         return []
@@ -77,17 +77,17 @@ def _clear(file: _File, node: ast.AST) -> list[Edit]:
         return []
     end = file.starts[node.end_lineno]
     newline = "" if line.endswith(b"\n") else "\n"
-    return [Edit(end, end, f"{newline}{indent}{file.source(call.func.value)}.zero_grad()\n")]
+    return [ByteEdit(end, end, f"{newline}{indent}{file.source(call.func.value)}.zero_grad()\n")]
 
 
-def _load(file: _File, node: ast.AST) -> list[Edit]:
+def _load(file: _File, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Call) or not node.args:
         return []
     end = file.span(node.args[0])[1]
-    return [Edit(end, end, ', map_location="cpu"')]
+    return [ByteEdit(end, end, ', map_location="cpu"')]
 
 
-def _address(file: _File, node: ast.AST) -> list[Edit]:
+def _address(file: _File, node: ast.AST) -> list[ByteEdit]:
     for statement in ast.walk(file.tree):
         if (
             isinstance(statement, ast.Assign)
@@ -95,11 +95,11 @@ def _address(file: _File, node: ast.AST) -> list[Edit]:
             and isinstance(node, ast.Subscript)
         ):
             owner, key, value = (file.source(part) for part in (node.value, node.slice, statement.value))
-            return [Edit(*file.span(statement), f"{owner}.setdefault({key}, {value})")]
+            return [ByteEdit(*file.span(statement), f"{owner}.setdefault({key}, {value})")]
     return []
 
 
-def _timeout(file: _File, node: ast.AST) -> list[Edit]:
+def _timeout(file: _File, node: ast.AST) -> list[ByteEdit]:
     imported = any(
         isinstance(part, ast.Import)
         and any(alias.name == "datetime" and not alias.asname for alias in part.names)
@@ -111,23 +111,25 @@ def _timeout(file: _File, node: ast.AST) -> list[Edit]:
     for keyword in node.keywords if isinstance(node, ast.Call) else ():
         if keyword.arg == "timeout" and first is not None:
             edits = [
-                Edit(*file.span(keyword.value), f"datetime.timedelta(seconds={file.source(keyword.value)})")
+                ByteEdit(
+                    *file.span(keyword.value), f"datetime.timedelta(seconds={file.source(keyword.value)})"
+                )
             ]
             start = file.span(first)[0]
-            return edits if imported else [*edits, Edit(start, start, "import datetime\n")]
+            return edits if imported else [*edits, ByteEdit(start, start, "import datetime\n")]
     return []
 
 
-def _inner(file: _File, node: ast.AST) -> list[Edit]:
+def _inner(file: _File, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node
     if not isinstance(node, ast.Attribute):
         return []
     end = file.span(node.value)[1]
-    return [Edit(end, end, ".module")]
+    return [ByteEdit(end, end, ".module")]
 
 
-def _state(file: _File, node: ast.AST) -> list[Edit]:
+def _state(file: _File, node: ast.AST) -> list[ByteEdit]:
     """Save the state dict of the module inside, where the script wraps it under the same name."""
     wrapped = {
         target.id
@@ -148,7 +150,7 @@ def _is_parameter(tree: ast.AST, name: str) -> bool:
     return any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree))
 
 
-FIXES: dict[str, Callable[[_File, ast.AST], list[Edit]]] = {
+FIXES: dict[str, Callable[[_File, ast.AST], list[ByteEdit]]] = {
     "PL022": _sampler,
     "PL023": _shuffle,
     "PL030": _clear,
@@ -163,7 +165,7 @@ FIXES: dict[str, Callable[[_File, ast.AST], list[Edit]]] = {
 def fix_text(text: str, findings: Sequence[LintFinding]) -> tuple[str, int]:
     """Return the text with the findings that have one right repair repaired, and how many these are."""
     file = _File(text)
-    edits: set[Edit] = set()
+    edits: set[ByteEdit] = set()
     count = 0
     for finding in findings:
         for node in file.find(finding) if finding.code in FIXES else ():

@@ -87,6 +87,7 @@ class Interpreter(Evaluator):
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
+        data["spawned"] = self.is_spawned
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event

@@ -292,7 +292,7 @@ def refuse_result_of_collective(run: Any, value: Value, node: ast.AST) -> None:
 
 def divided_by_devices(run: Any, left: Value, op: ast.operator, right: Value, node: ast.AST) -> None:
     """Record that a sum over all ranks is divided by the devices of one node."""
-    if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices"):
+    if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not run.is_spawned:
         run.emit("device_count", node, what="divides a sum over all ranks")
 
 

@@ -184,6 +184,8 @@ def call(
     if name in _CLEARS:
         run.emit("clear", node, target=owner)
         return constant(None)
+    if name == "load_state_dict" and not owner.kind:
+        run.emit("load_state", node, model=owner, state=args[0] if args else None)
     method = _METHODS.get(owner.kind)
     if method is not None:
         return method(KnownCall(run, args, kwargs, node, name, owner))

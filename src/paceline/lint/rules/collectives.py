@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
-from paceline.lint.values import Taint, WitnessPlace
+from paceline.lint.values import Taint, Value, WitnessPlace
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
 _BROAD = {
@@ -95,9 +95,14 @@ def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None
         ):
             yield Token("event", ("forward", id(model.node)), event)
     elif event.kind == "backward":
-        for model, quiet in sorted(event.quiet.items(), key=lambda pair: getattr(pair[0].node, "lineno", 0)):
+        for model, quiet in sorted(event.quiet.items(), key=_place_of):
             if quiet is False and model.fact("group") is None:
                 yield Token("event", ("backward", id(model.node)), event)
+
+
+def _place_of(pair: tuple[Value, bool | None]) -> tuple[int, int]:
+    node = pair[0].node
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def _op(token: Token) -> str:
@@ -272,6 +277,7 @@ def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 event.op not in ("all_gather", "all_gather_object")
                 or event.length is None
                 or event.out.kind != "list"
+                or event.spawned
             ):
                 continue
             group = event.group

@@ -93,6 +93,8 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         place = witness.place
         for event in witness.events("sampler"):
             rank, replicas = event.rank, event.replicas
+            if event.spawned:
+                continue
             size = (
                 place.world
                 if replicas is None or _is_none(replicas)

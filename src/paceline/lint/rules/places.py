@@ -38,12 +38,9 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     witness = witnesses[2]
     for event in witness.events("init"):
         world = event.world
-        if (
-            world is not None
-            and world.is_known
-            and world.fact("devices")
-            and world.const != witness.place.world
-        ):
+        if world is None or event.spawned:
+            continue
+        if world.is_known and world.fact("devices") and world.const != witness.place.world:
             given = name_of(_keyword(event.node, "world_size"))
             saw = f"world_size={given} is the number of devices of one node."
             yield at(event, saw)
