@@ -31,8 +31,7 @@ class Numbers(Dataset[torch.Tensor]):
 def main() -> None:
     """Train for 30 steps."""
     dist.init_process_group("gloo")
-    layers = [nn.Linear(512, 512) for _ in range(6)]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), bucket_cap_mb=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     dataset = Numbers()
     batches = iter(DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset)))

@@ -18,7 +18,7 @@ class ByteEdit:
     text: str
 
 
-class _File:
+class _Script:
     def __init__(self, text: str) -> None:
         self.data = text.encode()
         self.tree = ast.parse(text)
@@ -54,17 +54,17 @@ class _File:
         return []
 
 
-def _shuffle(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _shuffle(file: _Script, node: ast.AST) -> list[ByteEdit]:
     return file.drop_keyword(node, "shuffle") if isinstance(node, ast.Call) else []
 
 
-def _sampler(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _sampler(file: _Script, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Call) or len(node.args) > 1:
         return []
     return [*file.drop_keyword(node, "num_replicas"), *file.drop_keyword(node, "rank")]
 
 
-def _clear(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _clear(file: _Script, node: ast.AST) -> list[ByteEdit]:
     """Clear the gradients in a line of its own, after `optimizer.step()`."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
         return []
@@ -80,14 +80,14 @@ def _clear(file: _File, node: ast.AST) -> list[ByteEdit]:
     return [ByteEdit(end, end, f"{newline}{indent}{file.source(call.func.value)}.zero_grad()\n")]
 
 
-def _load(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _load(file: _Script, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Call) or not node.args:
         return []
     end = file.span(node.args[0])[1]
     return [ByteEdit(end, end, ', map_location="cpu"')]
 
 
-def _address(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _address(file: _Script, node: ast.AST) -> list[ByteEdit]:
     for statement in ast.walk(file.tree):
         if (
             isinstance(statement, ast.Assign)
@@ -99,7 +99,7 @@ def _address(file: _File, node: ast.AST) -> list[ByteEdit]:
     return []
 
 
-def _timeout(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _timeout(file: _Script, node: ast.AST) -> list[ByteEdit]:
     imported = any(
         isinstance(part, ast.Import)
         and any(alias.name == "datetime" and not alias.asname for alias in part.names)
@@ -120,7 +120,7 @@ def _timeout(file: _File, node: ast.AST) -> list[ByteEdit]:
     return []
 
 
-def _inner(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _inner(file: _Script, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node
     if not isinstance(node, ast.Attribute):
@@ -129,7 +129,7 @@ def _inner(file: _File, node: ast.AST) -> list[ByteEdit]:
     return [ByteEdit(end, end, ".module")]
 
 
-def _state(file: _File, node: ast.AST) -> list[ByteEdit]:
+def _state(file: _Script, node: ast.AST) -> list[ByteEdit]:
     """Save the state dict of the module inside, where the script wraps it under the same name."""
     wrapped = {
         target.id
@@ -150,7 +150,7 @@ def _is_parameter(tree: ast.AST, name: str) -> bool:
     return any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree))
 
 
-FIXES: dict[str, Callable[[_File, ast.AST], list[ByteEdit]]] = {
+FIXES: dict[str, Callable[[_Script, ast.AST], list[ByteEdit]]] = {
     "PL022": _sampler,
     "PL023": _shuffle,
     "PL030": _clear,
@@ -164,7 +164,7 @@ FIXES: dict[str, Callable[[_File, ast.AST], list[ByteEdit]]] = {
 
 def fix_text(text: str, findings: Sequence[LintFinding]) -> tuple[str, int]:
     """Return the text with the findings that have one right repair repaired, and how many these are."""
-    file = _File(text)
+    file = _Script(text)
     edits: set[ByteEdit] = set()
     count = 0
     for finding in findings:
