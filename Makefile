@@ -9,6 +9,8 @@
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
 # make chaos-nodes   seconds without a step where nodes are killed, cut off, stopped and come back: tests/chaos/nodes.txt
 # make hangs   73 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
+# make gpu     what one GPU can show, in at most 9 minutes: docs/tables/gpu.md; PYTHON is one whose torch has CUDA,
+#              RANKS=2 adds NCCL between cards, ARGS="--device cpu --tiny" tries it without a GPU
 # make check   format, lint, types, layers
 # make bench   the speed tables, beside other libraries (in a separate environment)
 # make docs    the generated parts of docs/
@@ -22,11 +24,12 @@
 
 PYTHON ?= python3
 ARGS ?=
+RANKS ?= 1
 TORCH ?= 2.11.0
 TORCHES ?= 2.11.0 2.12.0 2.13.0
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher chaos-nodes hangs check bench docs site clean
+.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher chaos-nodes hangs gpu check bench docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,6 +75,9 @@ chaos-nodes: env
 
 hangs: env
 	.venv/bin/python -m tests.watch.run $(ARGS)
+
+gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu/run.py --ranks $(RANKS) $(ARGS)
 
 check: env
 	.venv/bin/ruff format --check .
