@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.mesh import Axis
 from paceline.parallel import norm
+from paceline.parallel.dropout import values
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.placement import Placement
 from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrder
@@ -132,6 +133,15 @@ def test_the_exact_reduction_switches_determinism_on(
             assert len(warned) == expected
         world._undo.close()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_attention_with_dropout_says_once_that_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
+    values._report_unfused.cache_clear()
+    with simulated_gpu():
+        for _ in range(2):
+            query = torch.zeros(2, 4, 8, 16, device=GPU)
+            assert values.weigh(query, query, None, True, None, False).shape == (2, 4, 8, 8)
+    assert caplog.text.count("runs unfused") == 1
 
 
 def test_only_the_first_gradient_of_a_shape_is_waited_for() -> None:

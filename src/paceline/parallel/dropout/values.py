@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from paceline.torch_seams.fake import FakeTensor
 from paceline.torch_seams.operators import apply_safe_softmax, reduces_narrow_attention
+
+log = logging.getLogger(__name__)
 
 
 def apply_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
@@ -38,6 +42,15 @@ def apply_alpha_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor
     return x.mul_(noise).add_(b) if inplace else torch.add(x * noise, b)
 
 
+@cache
+def _report_unfused() -> None:
+    """Log once what attention with dropout costs where torch has fused kernels."""
+    log.warning(
+        "attention with dropout runs unfused: masks of fused kernels depend on the number of ranks, so its "
+        "weights (heads x queries x keys) are made whole; without dropout it is fused"
+    )
+
+
 def weigh(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor:
@@ -45,6 +58,8 @@ def weigh(
 
     (torch's function takes a mask for its dropout, but warns that it is for tests.)
     """
+    if query.device.type == "cuda":
+        _report_unfused()
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
     narrow = query.dtype in (torch.float16, torch.bfloat16)
