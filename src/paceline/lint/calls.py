@@ -174,7 +174,9 @@ def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
     generator = kwargs.get("generator")
     if generator is not None:
         seeded = generator.fact("seeded")
-        return Taint.UNKNOWN if seeded is None else seeded
+        if seeded is None:
+            return Taint.UNKNOWN
+        return Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
     if run.seed is None and not run.num_unread_calls:
         return Taint.LOCAL
     return Taint.UNKNOWN if run.seed is None or Taint.RANK not in run.seed else Taint.LOCAL

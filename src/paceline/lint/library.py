@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
+# Other values don't mean other sizes.
+SIZES = {
+    "shape",
+    "size",
+    "ndim",
+    "dim",
+    "numel",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_cuda",
+    "stride",
+    "element_size",
+}
 _NEXT = frozenset({"next"})
 _MOST_UNREAD = 1
 
@@ -92,6 +106,8 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     taint = owner.taint
     if owner.fact("escaped") or owner.kind in ("instance", "class", "func"):
         taint |= Taint.UNKNOWN
+    if name in SIZES:
+        taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN
     value = unknown(taint, owner.deps)
     if owner.kind in ("model", "ddp", "fsdp"):
         value.deps = owner.deps | {owner}
@@ -419,6 +435,8 @@ def call_method(
     inherit(value, [owner])
     if owner.fact("part"):
         value.attrs["#part"] = True
+    if name in SIZES:
+        return unknown((owner.taint & ~Taint.LOCAL) | Taint.UNKNOWN)
     if name == "mean" and not any(Taint.UNKNOWN in one.taint and not one.kind for one in args):
         value.attrs["#mean"] = True
     return value

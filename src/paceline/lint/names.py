@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _PREFIXES = (
+    ("torch.distributed.elastic.", "elastic."),
+    ("torch.distributed.rpc.", "rpc."),
     ("torch.distributed.nn.", "dnn."),
     ("torch.distributed.distributed_c10d.", "dist."),
     ("torch.distributed.fsdp.", "fsdp."),
