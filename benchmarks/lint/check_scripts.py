@@ -2,8 +2,8 @@
 
 python benchmarks/lint/check_scripts.py CLONES > benchmarks/lint/public_scripts.tsv
 
-CLONES has a folder per repository, `owner+name`, with the file `.commit`. A script counts if it makes a process
-group, wraps a model or makes an Accelerator, and calls backward; tests don't count.
+CLONES has a folder per repository, `owner+name`, with the file `.commit`. A script counts if it makes a
+process group, wraps a model or makes an Accelerator, and calls backward; tests don't count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
                 found = sorted({f"{finding.code}:{finding.line}" for finding in check_text(text, str(path))})
             except SyntaxError:
                 found = ["not Python 3"]
-            print(repository.name.replace("+", "/"), commit[:12], inner, " ".join(found) or "nothing", sep="\t")
+            name = repository.name.replace("+", "/")
+            print(name, commit[:12], inner, " ".join(found) or "nothing", sep="\t")
 
 
 if __name__ == "__main__":
