@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from benchmarks.foreign_models.against_plain_loop import TOLERANCE, compare
 from benchmarks.foreign_models.families import table
 from benchmarks.foreign_models.families.table import FAMILIES, Family, call, make_text, score_tokens
 from benchmarks.foreign_models.families.text import CausalAttention, Decoder, FeedForward, Layer
-from benchmarks.foreign_models.families.training import train_laid_out, train_plainly
+from benchmarks.foreign_models.families.training import build, make_batches, train_laid_out, train_plainly
+from paceline import Trainer
 from paceline.errors import PacelineError
 from tests.dist.pool import Pool
 
@@ -190,3 +192,29 @@ def test_a_checkpoint_has_the_buffers_of_the_stage_that_changes_them(ranks: Pool
     truth = ranks.run(train_all, 1, ([(name, "dp_replicate=1") for name in names],), timeout_s=60)[0]
     worst = {name: compare(*pair) for name, *pair in zip(names, found, truth, strict=True)}
     assert max(worst.values()) < TOLERANCE, worst
+
+
+def load_plain_weights(world: Any, layouts: list[str]) -> list[bool]:
+    """Return by layout whether a laid-out model has the weights of a plain one, whose state it loads."""
+    family = FAMILIES["Mixtral, index_add_"]
+    plain = build(family)
+    with torch.no_grad():
+        for tensor in plain.parameters():
+            tensor.add_(1.0)
+    found = []
+    for layout in layouts:
+        example = {key: tensor[:2] for key, tensor in make_batches(family)[0].items()}
+        settings = {"optimizer": family.optimizer, "layout": layout, "example": example, "dtype": "fp64"}
+        model = build(family)
+        for module in model.modules():  # no code reads it, so it says nothing of a router
+            module.built_s = time.perf_counter()  # type: ignore[assignment]
+        trainer = Trainer(model, forward=family.forward, loss=family.loss, microbatch_size=2, **settings)
+        trainer.model.load_state_dict(plain.state_dict())
+        whole = trainer.whole_state()
+        found.append(all(torch.equal(whole[name], plain.state_dict()[name]) for name in whole))
+    return found
+
+
+def test_every_layout_loads_whole_weights(ranks: Pool) -> None:
+    layouts = ["dp_shard=2", "tp=2", "pp=2", "ep=2", "cp=2"]
+    assert ranks.run(load_plain_weights, 2, (layouts,), timeout_s=60)[0] == [True] * len(layouts)

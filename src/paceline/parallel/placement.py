@@ -7,7 +7,7 @@ state) are laid out like the parameter. Checkpoints, `verify` and users see full
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import lcm
 from typing import Any
 
@@ -19,11 +19,21 @@ from torch.distributed.tensor import DTensor, Shard
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.split import Split, WholeOn
 from paceline.recipe.axes import list_axes
+from paceline.torch_seams.modules import own_buffers, own_parameters
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, as a plain one that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lay_out_like(part: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, laid out like another tensor of the whole one's shape."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 class Placement:
@@ -56,6 +66,23 @@ class Placement:
             *model.named_buffers(remove_duplicate=False),
         )
         self._numbers = {name for name, tensor in named if not tensor.dim()}
+        for prefix, module in model.named_modules() if self.is_divided else ():
+            module.register_load_state_dict_pre_hook(self._cut_loaded(prefix))
+
+    def _cut_loaded(self, prefix: str) -> Callable[..., None]:
+        """Return a hook by which a module's `load_state_dict` takes whole tensors, each rank its part."""
+
+        def cut(module: nn.Module, state: dict[str, Any], path: str, *_: Any) -> None:
+            for key, own in (own_parameters(module) | own_buffers(module)).items():
+                name, given = f"{prefix}.{key}".removeprefix("."), state.get(f"{path}{key}")
+                if own is None or given is None or isinstance(given, DTensor):
+                    continue
+                if not self.divides(name, own, given):
+                    continue
+                part = self.part(name, given, own).to(local(own).device) if self.holds(name) else None
+                state[f"{path}{key}"] = own if part is None else lay_out_like(part, own)
+
+        return cut
 
     @property
     def is_divided(self) -> bool:
@@ -243,16 +270,9 @@ class Placement:
         """
         like = dict(self._model.named_parameters(remove_duplicate=False))[name]
         one = torch.zeros((), dtype=dtype)
-        if not isinstance(like, DTensor) or shape != like.shape:
+        if shape != like.shape:
             return one.expand(shape)
-        return DTensor.from_local(
-            one.expand(local(like.detach()).shape),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        return lay_out_like(one.expand(local(like.detach()).shape), like)
 
     def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Sum the ranks' partial gradients over the axes of `partial`; collective.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
-from paceline.parallel.placement import Placement, local
+from paceline.parallel.placement import Placement, lay_out_like, local
 from paceline.phrases import name_some
 from paceline.train.pieces import OwnPart
 from paceline.train.several import PART
@@ -218,14 +218,7 @@ def _place_part(value: Any, parameter: torch.Tensor) -> Any:
         return _place(value, local(parameter))
     if not isinstance(parameter, DTensor):
         return _place(value.tensor, parameter)
-    return DTensor.from_local(
-        value.tensor.to(parameter.to_local().device, copy=True),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return lay_out_like(value.tensor.to(parameter.to_local().device, copy=True), parameter)
 
 
 def _place_step(value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
-from paceline.parallel.placement import Placement, local
+from paceline.parallel.placement import Placement, lay_out_like, local
 from paceline.parallel.split import Split, WholeOn
 from paceline.train.mixing import Parted, find_mixing
 from paceline.train.several import list_parts
@@ -381,13 +381,4 @@ def _lay_out(part: Tensor, parameter: Tensor, old: Any) -> Tensor:
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return old
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return lay_out_like(part, parameter)

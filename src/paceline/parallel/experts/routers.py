@@ -38,14 +38,25 @@ def check_routers(model: nn.Module, mixtures: Sequence[str]) -> None:
     """
     reads, numbers = dict[str, str](), dict[str, Any]()
     for mixture in mixtures:
-        for name, module in model.get_submodule(mixture).named_modules(prefix=mixture):
+        inside = dict(model.get_submodule(mixture).named_modules(prefix=mixture))
+        # No code reads the others, such as a time stamp.
+        used = {
+            name
+            for kind in set(map(type, inside.values()))
+            for function in _list_functions(kind, left_out=())
+            for code in _list_code(function.__code__)
+            for name in code.co_names
+        }
+        for name, module in inside.items():
             for function in _list_functions(type(module)):
                 for what in _find_reads(function):
                     reads[f"{type(module).__name__}.{function.__name__}"] = (
                         f"{what}, in the mixture {mixture}"
                     )
                 numbers |= {f"{key}, which {name} reads,": n for key, n in _read_outside(function)}
-            numbers |= {join_names(name, key): n for key, n in vars(module).items() if _is_number(n)}
+            numbers |= {
+                join_names(name, key): n for key, n in vars(module).items() if _is_number(n) and key in used
+            }
     if reads:
         place, what = next(iter(reads.items()))
         raise _router_error(f"{place} {what}.")
@@ -61,10 +72,12 @@ def check_routers(model: nn.Module, mixtures: Sequence[str]) -> None:
             raise _router_error(f"a number of a mixture differs between ranks: {key} is {shown}.")
 
 
-def _list_functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions of a module's class that a forward may call, without those of torch."""
+def _list_functions(
+    kind: type, left_out: Sequence[str] = ("torch", "builtins", "paceline")
+) -> Iterator[FunctionType]:
+    """Yield the functions of a module's class that a forward may call, without those of some packages."""
     for each in kind.__mro__:
-        if each.__module__.split(".")[0] in ("torch", "builtins", "paceline"):
+        if each.__module__.split(".")[0] in left_out:
             continue
         for name, found in vars(each).items():
             function = inspect.unwrap(found) if callable(found) else found

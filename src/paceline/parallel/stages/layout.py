@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
@@ -25,7 +24,7 @@ from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.objective import Trial
-from paceline.parallel.placement import local
+from paceline.parallel.placement import lay_out_like, local
 from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
 from paceline.parallel.stages.measure import TimedBatch, measure_costs
@@ -347,16 +346,7 @@ class Stages:
 
 def _empty_like(parameter: Tensor) -> Tensor:
     """Return a tensor on the meta device that is laid out like a parameter."""
-    if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, device="meta")
-    return DTensor.from_local(
-        torch.empty_like(local(parameter.detach()), device="meta"),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return lay_out_like(torch.empty_like(local(parameter.detach()), device="meta"), parameter)
 
 
 def _refuse_layers(model: nn.Module, layout: Layout) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.checkpoint.part import Part, Run
-from paceline.parallel.placement import Placement
+from paceline.parallel.placement import Placement, lay_out_like
 from paceline.parallel.split import Split
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.trees import tree_flatten_with_path, tree_map_with_path
@@ -207,7 +207,7 @@ class Parts:
             if not self.placement.divides(name, self._tensors[name], value):
                 return value
             part = self.placement.part(name, value, self._tensors[name]).clone()
-            return _lie_as(part, now) if isinstance(now, DTensor) else part
+            return lay_out_like(part.to(now.device), now) if isinstance(now, DTensor) else part
 
         return tree_map_with_path(cut, state)
 
@@ -258,14 +258,3 @@ def _cut_rows(runs: list[Run], place: int, degree: int) -> list[Run]:
             found.append(here)
         before += stop - start
     return found
-
-
-def _lie_as(part: torch.Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        part.to(like.device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
