@@ -285,12 +285,9 @@ def main() -> None:
 
 
 def _measure_every_step(measurement: Measurement, num_blocks: int = 6, num_steps: int = 5) -> dict[str, Any]:
-    """Measure step times with a save after every step, to the disk or to memory, and without, in turn."""
+    """Measure step times with a save after every step and without, in turn."""
     measurement.select("paceline sharded, asynchronous")
-    measurement.trainer.save_to_memory()  # the first one reserves the memory
-    measurement.step()
-    measurement.trainer.save_to_memory()
-    times: dict[str, list[float]] = {"with": [], "without": [], "memory": []}
+    times: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(num_blocks):
         for kind, found in times.items():
             for _ in range(num_steps):
@@ -298,8 +295,6 @@ def _measure_every_step(measurement: Measurement, num_blocks: int = 6, num_steps
                 measurement.step()
                 if kind == "with":
                     measurement.trainer.save()
-                elif kind == "memory":
-                    measurement.trainer.save_to_memory()
                 found.append(time.perf_counter() - begin_s)
             pending = measurement.trainer._saver.saving._pending
             if pending is not None:

@@ -76,11 +76,6 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
             f"With an asynchronous sharded save after every step: {1e3 * every['with_s']:.1f} ms, without: "
             f"{1e3 * every['without_s']:.1f} ms, ratio {every['with_s'] / every['without_s']:.3f}."
         )
-    if "memory_s" in every:
-        yield (
-            f"With a save into memory after every step: {1e3 * every['memory_s']:.1f} ms, "
-            f"ratio {every['memory_s'] / every['without_s']:.3f}."
-        )
     yield ""
     yield "| rank | share of 1/N | copied | written | memory of the copy | peak of the writer |"
     yield "|---:|---:|---:|---:|---:|---:|"
