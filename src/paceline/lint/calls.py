@@ -76,19 +76,6 @@ _RANDOM = {
     "randn_like",
 }
 _FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn"}
-_PASSES = {
-    "list",
-    "tuple",
-    "sorted",
-    "reversed",
-    "iter",
-    "cycle",
-    "chain",
-    "deepcopy",
-    "copy",
-    "deque",
-    "set",
-}
 
 
 def attribute_of_library(run: Any, name: str) -> Value:

@@ -29,21 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
 # Other values don't mean other sizes.
-SIZES = {
-    "shape",
-    "size",
-    "ndim",
-    "dim",
-    "numel",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_cuda",
-    "stride",
-    "element_size",
-}
+_SIZES_TEXT = "shape size ndim dim numel dtype device requires_grad is_cuda stride element_size"
+SIZES = set(_SIZES_TEXT.split())
 _NEXT = frozenset({"next"})
-_MOST_UNREAD = 1
 
 
 def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) -> Value:

@@ -91,8 +91,6 @@ def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value],
         if model.fact("mean"):
             value.attrs["#mean"] = True
         return value
-    if not any(value.kind == "" and value.is_opaque and Taint.UNKNOWN in value.taint for value in values):
-        pass
     run.emit(
         "forward",
         node,
@@ -378,14 +376,7 @@ def _list(c: KnownCall) -> Value | None:
             value = c.run.element(value, 0)
         else:
             new = (*c.owner.items, value) if c.owner.items is not None else None
-        if (
-            c.run.loops != c.owner.loops
-            and c.run.loops
-            and not c.owner.loops
-            and c.run.loops[len(c.owner.loops) :]
-        ):
-            new = None if _is_in_unrolled(c.run, c.owner) is False else new
-        c.run.set(c.owner.attrs, "#items", new)
+        c.run.set(c.owner.attrs, "#items", None if c.run.loops else new)  # how often is not known
         old = c.owner.fact("element")
         c.run.set(c.owner.attrs, "#element", value if old is None else join(old, value))
         c.run.set(c.owner.attrs, "#taint", c.owner.taint | value.taint)
@@ -415,10 +406,6 @@ def _list(c: KnownCall) -> Value | None:
         if c.name == "values" and entries is not None:
             return sequence(entries.values())
     return None
-
-
-def _is_in_unrolled(run: Any, owner: Value) -> bool:
-    return bool(run.loops == owner.loops)
 
 
 def _state(c: KnownCall) -> Value | None:

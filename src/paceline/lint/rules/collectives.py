@@ -6,6 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
@@ -199,7 +200,11 @@ def _compare_same(
 
 
 def _differences(witnesses: Sequence[WitnessTrace]) -> list[_Difference]:
+    cache: list[_Difference] | None = witnesses[0].cache.get("differences")
+    if cache is not None:
+        return cache
     found: list[_Difference] = []
+    witnesses[0].cache["differences"] = found
     for one, two in itertools.combinations(witnesses, 2):
         places = one.place, two.place
         tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
@@ -215,40 +220,8 @@ def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
             yield Spot(difference.node, difference.path, difference.saw)
 
 
-@rule("PL001")
-def collective_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a collective that one witness calls and another does not."""
-    return _of_code(witnesses, "PL001")
-
-
-@rule("PL002")
-def collective_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report collectives that two witnesses call in different order."""
-    return _of_code(witnesses, "PL002")
-
-
-@rule("PL006")
-def group_by_members_only(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a group that only some witnesses make."""
-    return _of_code(witnesses, "PL006")
-
-
-@rule("PL007")
-def sharded_state_on_one_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a sharded state that only some witnesses gather or save."""
-    return _of_code(witnesses, "PL007")
-
-
-@rule("PL008")
-def forward_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a wrapped model that communicates and that only some witnesses call."""
-    return _of_code(witnesses, "PL008")
-
-
-@rule("PL009")
-def shape_by_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a shape or an operation of a collective that depends on the rank."""
-    return _of_code(witnesses, "PL009")
+for _code in ("PL001", "PL002", "PL006", "PL007", "PL008", "PL009"):
+    rule(_code)(partial(_of_code, code=_code))
 
 
 @rule("PL010")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from paceline.lint.trace import Item, TraceEvent, events
 from paceline.lint.values import Value, WitnessPlace
@@ -24,6 +24,7 @@ class WitnessTrace:
         reads: the variables of a launcher that it read.
         num_unread_calls: calls of code that was not found.
         spawns: whether the script starts its ranks itself.
+        cache: what several rules compute.
     """
 
     place: WitnessPlace
@@ -32,6 +33,7 @@ class WitnessTrace:
     reads: set[str]
     num_unread_calls: int
     spawns: bool
+    cache: dict[str, Any] = field(default_factory=dict)
 
     def events(self, *kinds: str) -> Iterator[TraceEvent]:
         """Yield the events of some kinds, in the order of the program."""
