@@ -674,3 +674,35 @@ def test_of_messages_under_way_the_one_that_was_never_sent_counts() -> None:
     job.is_in(1, user(88, "fetch", "time.sleep(wait)"))
     verdict = explain(job)
     assert verdict.headline.startswith("rank 1 never sent what rank 0 waits for (recv number 4 from rank 1)")
+
+
+def test_ranks_that_join_under_one_number() -> None:
+    job = Job(3)
+    for rank, number in enumerate((0, 0, 2)):
+        job.is_in(rank, library("torch/distributed/distributed_c10d.py", "init_process_group"), user(4))
+        job.reports[rank] = replace(job.reports[rank], phase="joining", joins_as=number)
+    verdict = explain(job)
+    assert verdict.code == "PL810"
+    assert verdict.headline.startswith("ranks 0 and 1 join as rank 0 at /job/train.py:4")
+    assert "a number of its own" in verdict.rule
+
+
+def test_the_line_of_a_loaders_worker_is_named() -> None:
+    text = "for batch in loader:\n    dist.all_reduce(batch)\n\n\ndef load():\n    with LOCK:\n"
+    job = Job(2)
+    job.waits(0, call(1, at=[user(2, "<module>")]))
+    job.is_in(1, *LOADER, user(1, "<module>"))
+    job.process(1, native=(user(6, "load"), library("torch/utils/data/_utils/worker.py", "_worker_loop")))
+    assert "whose worker is at `with LOCK:` (/job/train.py:6)" in explain(job, text).headline
+
+
+def test_schedules_of_different_lengths_are_the_cause() -> None:
+    job = Job(2)
+    job.waits(0, call(4, "recv", peer=1))
+    job.waits(1, call(8, "recv", peer=0))
+    for rank, number in ((0, 4), (1, 8)):
+        job.reports[rank] = replace(job.reports[rank], num_microbatches=number)
+    verdict = explain(job)
+    assert verdict.code == "PL808"
+    assert verdict.more[0].endswith("numbers of microbatches: rank 0 has 4 and rank 1 has 8.")
+    assert "n_microbatches" in verdict.fix

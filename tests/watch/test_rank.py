@@ -287,7 +287,7 @@ def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path):
         process.wait()
 
 
-def test_a_fork_has_neither_the_socket_nor_the_signal(listener):
+def test_a_fork_answers_the_signal_and_has_not_the_socket(listener):
     process = start(
         listener,
         f"""
@@ -312,7 +312,7 @@ def test_a_fork_has_neither_the_socket_nor_the_signal(listener):
         """,
     )
     output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert output == "False False 0\nTrue\n"
+    assert output == "False True 1\nTrue\n"
     assert len(listener.beats[0]) >= 3  # the parent's went on
     assert {beat.rank for beat in listener.beats[0]} == {0}
 

@@ -399,6 +399,12 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "modules are not named",
         ),
         TorchName(
+            "torch.distributed.pipelining.schedules._Schedule",
+            "compares the numbers of microbatches of ranks",
+            "",
+            "they are not compared",
+        ),
+        TorchName(
             "torch._C._distributed_c10d.ProcessGroup",
             "notes collectives that the Flight Recorder leaves out",
             "torch.distributed.ProcessGroup, which needs an import that the script may never make",

@@ -119,3 +119,8 @@ def find_sharded_module(frame: FrameType | None) -> str:
             return str(frame.f_locals["self"]._with_fqn("").strip(" ()"))
         frame = frame.f_back
     return ""
+
+
+def count_microbatches(schedule: Any) -> int:
+    """Return the number of microbatches of a schedule of torch's pipelines; 0 if it has no such number."""
+    return int(getattr(schedule, "_n_microbatches", 0))

@@ -24,7 +24,7 @@ from paceline.watch.launcher.nodes import EVERY_S, LOST_S, NodeBoard, NodeState,
 from paceline.watch.launcher.process import ProcessSampler
 from paceline.watch.launcher.suspicion import Suspicion
 from paceline.watch.protocol.report import Beat, Frame, Process, Report, Seen, Verdict
-from paceline.watch.protocol.stacks import read_main_stack
+from paceline.watch.protocol.stacks import read_main_stack, read_worker_stack
 from paceline.watch.reasoning.compare import confirm
 from paceline.watch.reasoning.death import Failure, explain_failure
 from paceline.watch.reasoning.hang import explain_hang
@@ -304,7 +304,12 @@ class RankWatcher:
             self._receive(0.05)
         self._processes = self._sampler.peek(self._list_ranks())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
-        processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
+        loading = [self._processes[r] for r, report in self._reports.items() if _is_loading(report)]
+        processes = self._processes | {
+            p.rank: replace(p, native=self._read_stack(p, read))
+            for read, some in ((read_main_stack, silent), (read_worker_stack, loading))
+            for p in some
+        }
         world_size = max((watched.world_size for watched in self._list_ranks()), default=0)
         return Seen(world_size, processes, self._reports | self._rank_ends.last)
 
@@ -354,9 +359,19 @@ class RankWatcher:
             self._publish(self._clock.read(now_s), self._rank_ends.add_to(seen, self._processes))
         return True
 
-    def _read_stack(self, process: Process) -> tuple[Frame, ...]:
+    def _read_stack(
+        self, process: Process, read: Callable[[int, Path], tuple[Frame, ...]]
+    ) -> tuple[Frame, ...]:
         watched = next(w for w in self._list_ranks() if w.rank == process.rank)
-        return read_main_stack(process.pid, name_stacks(watched.folder, process.rank))
+        return read(process.pid, name_stacks(watched.folder, process.rank))
+
+
+_LOADER = "torch/utils/data/dataloader.py"
+
+
+def _is_loading(report: Report) -> bool:
+    """Return whether a rank's main thread is in a data loader, which may wait for its workers."""
+    return any(frame.file.endswith(_LOADER) for stack in report.stacks[:1] for frame in stack.frames)
 
 
 def _describe(processes: Mapping[int, Process]) -> dict[int, tuple[int, bool]]:

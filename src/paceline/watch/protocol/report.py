@@ -199,6 +199,8 @@ class Report:
         last: what ends the rank, if it is about to end.
         issued: by group, how many collectives; for a rank that has ended and whose calls are unknown.
         meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
+        joins_as: the number under which it calls `init_process_group` now; -1 if unknown.
+        num_microbatches: of torch's pipeline schedule that it runs now; 0 without one.
         num_named: how many groups torch has named by counting, among them those that this rank is not in, and
             one that it makes now; 0 where that is not known.
         made_at: by name of a group, the user's line that made it.
@@ -215,6 +217,8 @@ class Report:
     last: Ending | None = None
     issued: dict[str, int] = field(default_factory=dict)
     meets: str = ""
+    joins_as: int = -1
+    num_microbatches: int = 0
     num_named: int = 0
     made_at: dict[str, Frame] = field(default_factory=dict)
     action: str = ""
@@ -249,8 +253,8 @@ class Process:
         is_out_of_memory: whether the kernel killed it for memory.
         cpu_share: of one core, by it and its children, over the last seconds.
         io_rate: bytes per second that they read and wrote meanwhile, in files and pipes.
-        native: stacks that the interpreter wrote from its signal handler, where the rank's thread couldn't
-            answer; innermost first.
+        native: the stack that an interpreter wrote from its signal handler, innermost first: the rank's,
+            where its thread couldn't answer, or that of a loader's worker for which the rank waits.
     """
 
     rank: int

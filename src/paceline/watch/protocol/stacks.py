@@ -1,8 +1,8 @@
 """Reads the stack of a rank that cannot answer: a signal makes its interpreter write it into a file.
 
 The handler is `faulthandler`'s. It runs without Python's lock, so it also answers if the main thread holds
-that lock in compiled code. The rank's watching thread gets the signal, because it would end a call of the
-main thread that sleeps (EINTR).
+that lock in compiled code. Processes that the rank has forked answer too. The rank's watching thread gets the
+signal, because it would end a call of the main thread that sleeps (EINTR).
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from paceline.watch.protocol.report import WATCHING_THREAD, Frame
 
@@ -24,13 +27,28 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<f
 
 def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
     """Return a process's main-thread stack, innermost frame first; empty if the process does not answer."""
-    try:
-        size = path.stat().st_size
-        if not _catches(pid):
-            return ()
-        os.kill(int(find_watching_thread(pid).name), SIGNAL)  # Linux prefers the thread of this number
-    except (OSError, KeyError):
+    with suppress(OSError, KeyError):
+        return _read(
+            pid, int(find_watching_thread(pid).name), path
+        )  # Linux prefers the thread of this number
+    return ()
+
+
+def read_worker_stack(pid: int, path: Path) -> tuple[Frame, ...]:
+    """Return the main thread's stack of a child that a process has forked, such as a loader's worker."""
+    with suppress(OSError, psutil.Error):
+        for child in psutil.Process(pid).children():
+            folder = Path(f"/proc/{child.pid}/fd")
+            if any(link.exists() and link.samefile(path) for link in folder.iterdir()):
+                return _read(child.pid, child.pid, path)
+    return ()
+
+
+def _read(pid: int, thread: int, path: Path) -> tuple[Frame, ...]:
+    size = path.stat().st_size
+    if not _catches(pid):
         return ()
+    os.kill(thread, SIGNAL)
     ends_s = time.monotonic() + _WRITTEN_S
     text = ""
     while time.monotonic() < ends_s:

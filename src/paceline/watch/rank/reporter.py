@@ -37,7 +37,7 @@ from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.exits import Exits
 from paceline.watch.rank.gradients import Gradients
-from paceline.watch.rank.meeting import find_meeting
+from paceline.watch.rank.meeting import find_meeting, find_microbatches
 from paceline.watch.rank.memory import MemoryGuard
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
@@ -313,7 +313,7 @@ class WatchedProcess:
                     num_named, made_at = self._recorder.read_names()
             stacks = read_stacks()
             phase = self._find_phase(mark_main_thread())
-            meets = find_meeting()
+            meets, joins_as = find_meeting()
         return Report(
             self._rank,
             time.time(),
@@ -322,6 +322,8 @@ class WatchedProcess:
             calls,
             stacks,
             meets=meets,
+            joins_as=joins_as,
+            num_microbatches=find_microbatches(),
             num_named=num_named,
             made_at=made_at,
             action="" if UNDER_WAY.action is None else UNDER_WAY.action.words,
@@ -378,10 +380,6 @@ class WatchedProcess:
         self._exits.forget()
         if self._socket is not None and self._is_ours():
             self._socket.close()
-        if self._stacks is not None:
-            faulthandler.unregister(SIGNAL)
-            with suppress(OSError):
-                self._stacks.close()
 
 
 def _has_groups() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.phrases import name_ranks
+from paceline.phrases import join, name_ranks
 from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
 from paceline.watch.protocol.words import is_pairwise, name_purpose, pick
@@ -63,6 +63,23 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
           around the ranks' lines shows likely causes.
     """
     source = Source(read_source)
+    verdict = _explain(seen, read_source, source)
+    counts = {rank: r.num_microbatches for rank, r in seen.reports.items() if r.num_microbatches}
+    if verdict is None or len(set(counts.values())) < 2:
+        return verdict
+    listed = join([f"rank {rank} has {count}" for rank, count in sorted(counts.items())])
+    likely = f"Likely cause: the ranks' schedules have different numbers of microbatches: {listed}."
+    return replace(
+        verdict,
+        more=(likely, *(text for text in verdict.more if not text.startswith("Likely cause"))),
+        rule="All stages of a pipeline exchange one tensor for each microbatch of a step.",
+        fix="Give the schedule of each rank the same n_microbatches.",
+    )
+
+
+def _explain(
+    seen: Seen, read_source: Callable[[str], Sequence[str]] | None, source: Source
+) -> Verdict | None:
     states = find_states(seen, source)
     if all(state.kind in ("ended", "killed") for state in states.values()):
         return None
@@ -362,6 +379,20 @@ def _explain_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, 
     since = _name_since(same, seen)
     who = name_ranks(s.rank for s in same)
     if first.kind == "joining":
+        given = {s.rank: seen.reports[s.rank].joins_as for s in same if s.rank in seen.reports}
+        numbers = [number for number in given.values() if number >= 0]
+        twice = next((number for number in numbers if numbers.count(number) > 1), None)
+        if twice is not None:
+            both = [rank for rank, number in given.items() if number == twice]
+            return build_verdict(
+                "PL810",
+                f"{name_ranks(both)} join as rank {twice}{name_at(first.frames)}, and {who} "
+                f"{pick([s.rank for s in same], 'has', 'have')} waited {since} in init_process_group",
+                list_places(states.values()),
+                rule="Each rank joins under a number of its own, from 0 to the world size less one.",
+                fix="Leave rank= out, or take it from RANK, which `paceline run` sets.",
+                more=_list_clues(same, [], seen, source),
+            )
         apart = _explain_apart(same, states, seen, source)
         if apart is not None:
             return apart

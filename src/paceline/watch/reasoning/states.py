@@ -13,6 +13,7 @@ from paceline.watch.protocol.words import (
     name_call,
     name_exit,
     name_label,
+    name_line,
     name_purpose,
     own_frames,
     sequence_of,
@@ -119,7 +120,8 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
     call = None if report is None else _find_wait(main, report, process, source, seen)
     if call is not None and report is not None:
         return _describe_wait(rank, call, report, own)
-    state = _describe_activity(rank, main, process, source)
+    workers = process.native if process is not None and report is not None and report.stacks else ()
+    state = _describe_activity(rank, main, process, source, workers)
     if report is not None and report.action:
         state = replace(state, words=f"{state.words}, in {report.action}")
     return state
@@ -216,9 +218,22 @@ def _describe_wait(rank: int, call: Call, report: Report, own: tuple[Frame, ...]
     )
 
 
-def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | None, source: Source) -> State:
+def _describe_activity(
+    rank: int,
+    main: tuple[Frame, ...],
+    process: Process | None,
+    source: Source,
+    worker: tuple[Frame, ...],
+) -> State:
     own = own_frames(main)
     activity = find_activity(main, source)
+    if activity is not None and own_frames(worker):
+        # The interpreter's signal handler writes lines without their text.
+        stack = tuple(replace(f, text=source.line(f.file, f.line)) for f in worker)
+        doing, at = find_activity(stack, source), own_frames(stack)[0]
+        does = "is" if doing is None else doing.words
+        words = f"{activity.words}, whose worker {does} at `{at.text}` ({name_line(at)})"
+        return State(rank, "elsewhere", words, activity.short, own)
     if activity is not None:
         return State(rank, "elsewhere", activity.words, activity.short, own)
     if not main:
