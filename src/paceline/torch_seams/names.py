@@ -399,7 +399,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "modules are not named",
         ),
         TorchName(
-            "torch.distributed.pipelining.schedules._Schedule",
+            "torch.distributed.pipelining.schedules._PipelineSchedule._n_microbatches",
             "compares the numbers of microbatches of ranks",
             "",
             "they are not compared",
