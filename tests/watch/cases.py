@@ -127,6 +127,17 @@ _ELSEWHERE = (
     # A rank that computes is given ten times as long.
     _hang("endless_loop", 2, "PL800", "all_reduce", (0,), (1,), r"pack", hang_after_s=1.5),
     # Ranks 1 and 3 wait in a barrier of the world for 0 and 2, which wait for them on their axis.
+    _hang(
+        "loader_worker_lock",
+        2,
+        "PL800",
+        "all_reduce",
+        (0,),
+        (1,),
+        r"with CACHE",
+        r"loader_worker_lock.py:\d+",
+    ),
+    _hang("loader_worker_queue", 2, "PL800", "all_reduce", (1,), (0,), r"waits for a queue", r"queue.get"),
     _hang("mesh_axis_branch", 4, "PL800 PL806", "all_reduce", (0, 2), (1, 3), r"\btp\b"),
     _hang("stopped", 2, "PL809", "all_reduce", (0,), (1,), r"stopped", is_traceless=True),
     _hang("queues_run_dry", 2, "PL811", "", (), (0, 1), r"queue"),
@@ -158,7 +169,17 @@ _DIFFERENT_OPERATIONS = (
     _other("broadcast_source", 2, "PL802", "broadcast", (0, 1), (), r"root|src|source"),
 )
 
+_SHARDED = (
+    _count("fsdp_block_skipped", 2, "PL802", "all_gather", (0,), (1,), r"blocks\.2", r"blocks\.3"),
+    _silent("fsdp_blocks_alike", 2, "PL802", "all_gather", (0,), (1,), r"blocks\.2", r"blocks\.3"),
+    _other("fsdp_batch_skipped", 2, "PL802 PL800", "all_gather", (0,), (1,), r"barrier"),
+)
+
 _DIFFERENT_ARGUMENTS = (
+    _count("all_to_all_counts", 3, "PL803", "all_to_all", (1,), (2,), r"rank 1 sends 3 elements to rank 2"),
+    _count(
+        "all_to_all_experts", 2, "PL803", "all_to_all", (1,), (0,), r"rank 1 sends \d+ elements to rank 0"
+    ),
     _count("rank0_branch", 3, "PL803 PL802", "all_reduce", (0,), (1, 2), r"rank == 0"),
     _count("rank0_helper", 2, "PL803 PL802", "all_reduce", (0,), (1,), r"is_main"),
     _other("order_of_names", 2, "PL803", "all_reduce", (0,), (1,), r"\[1\]", r"\[3\]"),
@@ -187,6 +208,10 @@ _GROUPS = (
     _hang("mesh_on_some_ranks", 4, "PL807", "new_group", (0, 1, 2), (3,), r"init_device_mesh"),
     _hang("send_without_recv", 3, "PL808 PL806", "send", (2,), (0,), r"broadcast"),
     _hang("recv_on_both", 2, "PL808 PL806", "recv", (0, 1), ()),
+    _hang("schedule_counts", 2, "PL808", "recv", (0,), (1,), r"rank 0 has 4 and rank 1", r"n_microbatches"),
+    _hang(
+        "schedule_counts_in_the_middle", 3, "PL808", "recv", (0,), (1,), r"rank 1\s+has 6", r"n_microbatches"
+    ),
     _hang("pipeline_microbatches", 2, "PL808 PL806", "recv", (1,), (0,), r"all_reduce"),
 )
 
@@ -205,6 +230,8 @@ _START = (
         (1,),
         r"rank 1 at address 127.0.0.1, port \d+, for 3 ranks",
     ),
+    _start("init_rank_twice", 2, "PL810", _JOIN, (0, 1), (), r"ranks 0 and 1 join as rank 0"),
+    _start("init_rank_of_scheduler_twice", 3, "PL810", _JOIN, (0, 1, 2), (), r"join as rank 1"),
     _start("init_rank_from_scheduler", 2, "PL810", _JOIN, (0, 1), ()),
     _start("init_after_download", 3, "PL810 PL800", _JOIN, (0,), (1, 2), r"fetch|sleep"),
 )
@@ -236,6 +263,7 @@ _SLOW = (
 FAULTY: tuple[Case, ...] = (
     *_ELSEWHERE,
     *_DIFFERENT_OPERATIONS,
+    *_SHARDED,
     *_DIFFERENT_ARGUMENTS,
     *_GROUPS,
     *_START,
