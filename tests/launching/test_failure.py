@@ -103,3 +103,12 @@ def test_a_mistake_names_the_line_that_led_to_it() -> None:
     (place,) = found.__notes__
     assert "test_failure.py:" in place
     assert with_places(found).splitlines() == ["lr=-1. It is positive. Set lr=0.1. [PL400]", f"  {place}"]
+
+
+def test_colours_of_terminals_are_left_out() -> None:
+    try:
+        raise ValueError("\x1b[1;31mred\x1b[0m\rover")
+    except ValueError as error:
+        ending = describe_ending(0, error)
+    assert ending.words == "failed with ValueError: redover"
+    assert "\x1b" not in ending.trace

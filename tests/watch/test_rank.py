@@ -447,3 +447,20 @@ def test_the_users_own_buffer_size_stays(listener):
     environ.pop("TORCH_FR_BUFFER_SIZE", None)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environ, check=False)
     assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
+
+
+def test_parameters_without_a_gradient_are_named(listener):
+    process = start(
+        listener,
+        """
+        import torch
+        from paceline.watch.rank import reporter
+        names = [f"layers.{n}.weight" for n in range(12)]
+        reporter.list_reduced_names = lambda: [names, names[:2]]
+        error = RuntimeError("Parameter indices which did not receive grad for rank 1: 2 7")
+        reporter._name_unused(error)
+        print(*error.__notes__)
+        """,
+    )
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert output == "Parameters without a gradient: 2 is layers.2.weight and 7 is layers.7.weight.\n"

@@ -6,6 +6,7 @@ which part.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -124,3 +125,17 @@ def find_sharded_module(frame: FrameType | None) -> str:
 def count_microbatches(schedule: Any) -> int:
     """Return the number of microbatches of a schedule of torch's pipelines; 0 if it has no such number."""
     return int(getattr(schedule, "_n_microbatches", 0))
+
+
+def list_reduced_names() -> list[list[str]]:
+    """Return the names of the parameters that each DDP module of this process reduces, in its order."""
+    kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
+    models = [thing for thing in gc.get_objects() if kind is not None and type(thing) is kind]
+    return [
+        [
+            name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
+        for model in models
+    ]

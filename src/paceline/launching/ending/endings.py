@@ -31,6 +31,8 @@ _THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 _BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
 _MANY_LETTERS = 200
+# Of terminals, in messages of compilers and loggers.
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\r(?!\n)")
 _LONG_LINE = 500
 
 
@@ -143,7 +145,7 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
         words = f"called sys.exit({'' if error.code is None else repr(error.code)[:80]})"
         trace = "" if isinstance(error.code, int | None) else str(error.code)
         return Ending(rank, "exit", code, now, words=words, trace=trace)
-    trace = "".join(traceback.format_exception(error))
+    trace = _COLOURS.sub("", "".join(traceback.format_exception(error)))
     words = f"failed with {_name_error(error)}"
     if isinstance(error, KeyboardInterrupt):
         return Ending(rank, "exit", 128 + signal.SIGINT, now, words=words, trace=trace)
@@ -163,7 +165,7 @@ def _name_error(error: BaseException) -> str:
     """Return an error's type and the first line of its message: `ValueError: no`."""
     text = ""
     with suppress(Exception):  # a __str__ that raises
-        text = str(error).strip().partition("\n")[0][:_LONG_LINE]
+        text = _COLOURS.sub("", str(error)).strip().partition("\n")[0][:_LONG_LINE]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -13,6 +13,7 @@ import _thread
 import atexit
 import faulthandler
 import os
+import re
 import select
 import signal
 import socket
@@ -29,8 +30,9 @@ from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import RequestReader
 from paceline.launching.watcher import name_account
+from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
-from paceline.torch_seams.watching import find_world
+from paceline.torch_seams.watching import find_world, list_reduced_names
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import WATCHING_THREAD, Beat, Call, Frame, Group, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL
@@ -50,6 +52,8 @@ _REST_S = 2.0
 _LEAVE_S = 0.5
 _SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
 _C10D = "torch.distributed.distributed_c10d"
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_MANY_NAMES = 8
 # Its functions are on the stack of a rank that waits in them.
 _C10D_FILE = "torch/distributed/distributed_c10d.py"
 # Signals that are meant for the thread in which they occur.
@@ -152,6 +156,8 @@ class WatchedProcess:
         """Report the exception that ends the script, and where it was raised."""
         if self._guard is not None:
             self._guard.note_error(error)
+        with suppress(Exception):
+            _name_unused(error)
         with suppress(Exception):
             if self._gradients.note_error():  # At once, because the launcher ends the remaining ranks.
                 self._send(pack(self._make_beat()))
@@ -380,6 +386,18 @@ class WatchedProcess:
         self._exits.forget()
         if self._socket is not None and self._is_ours():
             self._socket.close()
+
+
+def _name_unused(error: BaseException) -> None:
+    """Add the names of the parameters to DDP's error on those without a gradient, which has their indices."""
+    found = _UNUSED.search(str(error))
+    if found is not None:
+        indices = [int(index) for index in found[1].split()]
+        models = [names for names in list_reduced_names() if max(indices) < len(names)]
+        if len(models) == 1:
+            listed = join([f"{index} is {models[0][index]}" for index in indices[:_MANY_NAMES]])
+            more = f" and {len(indices) - _MANY_NAMES} more" if len(indices) > _MANY_NAMES else ""
+            error.add_note(f"Parameters without a gradient: {listed}{more}.")
 
 
 def _has_groups() -> bool:
