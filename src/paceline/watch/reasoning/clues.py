@@ -168,7 +168,7 @@ def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
 
     By which way they have left, and whether they had fewer iterations or left out a call, nothing shows.
     """
-    loops = find_left_loops(here, there, source)
+    loops = _find_left_loops(here, there, source)
     for loop in loops:
         if loop.ways_out:
             listed = " or ".join(f"{_quote(test)} with `{way.text}`" for test, way in loop.ways_out[:2])
@@ -213,7 +213,7 @@ def _explain_shift(here: Side, there: Side) -> list[str]:
     return []
 
 
-def find_left_loops(here: Side, there: Side, source: Source) -> list[LoopInSource]:
+def _find_left_loops(here: Side, there: Side, source: Source) -> list[LoopInSource]:
     """Return the loops that `here` is in and `there` has left, outermost first."""
     frames = _up_to(here.frames, {_line(f) for f in there.frames})
     if not frames:

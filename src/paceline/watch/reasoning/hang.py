@@ -13,7 +13,7 @@ from paceline.phrases import join, name_ranks
 from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
 from paceline.watch.protocol.words import is_pairwise, name_purpose, pick
-from paceline.watch.reasoning.clues import Side, explain_joining, find_left_loops, list_clues, list_lines
+from paceline.watch.reasoning.clues import Side, explain_joining, list_clues, list_lines
 from paceline.watch.reasoning.group_names import explain_building, explain_groups
 from paceline.watch.reasoning.mismatch import (
     ROOT_FIX,
@@ -306,20 +306,20 @@ def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, 
         for number, state in enumerate(cycle)
     ]
     is_staged = any(s.call is not None and s.call.purpose for s in cycle)
-    for first, other in (cycle[:2], cycle[1::-1]):
-        sides = [_to_side([state], seen, "") for state in (first, other)]
-        # A rank that has left the others' loop calls other groups than they: their order is not the cause.
-        if code == "PL806" and find_left_loops(sides[0], sides[1], source):
-            code, cycle = "PL802", [first, other, *cycle[2:]]
+    clues = _list_clues(cycle[:1], cycle[1:2], seen, source)
+    back = _list_clues(cycle[1:2], cycle[:1], seen, source)
+    # A rank that has left the others' loop calls other groups than they: their order is not the cause.
+    left = next((each for each in (clues, back) if any(" left the loop at " in clue for clue in each)), None)
+    if code == "PL806" and left is not None:
+        code, clues = "PL802", left
     headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
-    clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], seen, source)]
     return build_verdict(
         code,
         headline + ", and ".join(steps),
         list_places(states.values()),
         rule=RULE if is_staged else "",
         fix=FIX if is_staged else "",
-        more=clues,
+        more=[*count_transfers(cycle, seen), *clues],
     )
 
 
