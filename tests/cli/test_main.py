@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import pydoc
 import resource
 import shlex
@@ -322,3 +323,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = paceline.Trainerr
     with pytest.raises(ImportError):
         importlib.import_module("paceline.nothing")
+
+
+def test_a_linux_without_proc_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_folder = os.path.isdir
+    monkeypatch.setattr("os.path.isdir", lambda path: path != "/proc/self" and is_folder(path))
+    assert main(["train", "recipe.toml"]) == 2
+    assert "[PL385]" in capsys.readouterr().err
+    assert main(["explain", "PL385"]) == 0

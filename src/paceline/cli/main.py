@@ -144,7 +144,15 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _check_place() -> None:
-    """Raise PL604 if the working folder is gone: every relative path would lead nowhere."""
+    """Raise PL385 on Linux without /proc, and PL604 if the working folder is gone: every relative path would
+    lead nowhere."""
+    if sys.platform == "linux" and not os.path.isdir("/proc/self"):
+        raise PacelineError(
+            "PL385",
+            saw="/proc/self is missing.",
+            rule="Launchers find their processes and threads in /proc, which Linux mounts.",
+            fix="Mount it (mount -t proc proc /proc), or start the container with it.",
+        )
     try:
         os.getcwd()
     except OSError as error:
