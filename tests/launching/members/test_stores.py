@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -133,6 +135,22 @@ def test_a_tcp_store_that_was_started_again_is_no_store_of_this_job() -> None:
     with pytest.raises(StoreError, match="without the state of the job") as raised:
         client.read()
     assert raised.value.is_final
+
+
+def test_strangers_at_the_port_of_a_tcp_store_learn_and_change_nothing() -> None:
+    place = "127.0.0.1", free_port()
+    host, client = TcpRecord(place, "j", "127.0.0.1"), TcpRecord(place, "j", None)
+    assert client.replace(1, None, "x")
+    long = b"[" * 200_000
+    status = b'{"kind": "status", "job": "j"}'
+    for words in (os.urandom(5000), long, status, b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, b""):
+        for head in (b"", struct.pack(">I", len(words)), struct.pack(">I", 1 << 30)):
+            with socket.create_connection(place, 2) as link, suppress(OSError):
+                link.sendall(head + words)
+                link.settimeout(0.1)
+                assert link.recv(100) == b""
+    client.beat("a", "1")
+    assert (client.read(), host.read(), client.read_beats(["a"])) == (b"x", b"x", [b"1"])
 
 
 def test_a_server_without_the_v3_interface_is_reported() -> None:
