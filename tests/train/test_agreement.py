@@ -76,3 +76,19 @@ def test_another_position_of_any_rank_is_reported_on_all(ranks: Pool, positions:
         ranks.run(agree_at, nproc=len(positions), args=(positions,))
     assert {error.code for error in caught.value.causes.values()} == {"PL430"}
     assert sorted(caught.value.causes) == list(range(len(positions)))
+
+
+def agree_on(world: Any, num_microbatches: list[int]) -> None:
+    group = torch.distributed.group.WORLD
+    agreement = Agreement(num_microbatches[world.rank], 0, 0, torch.device("cpu"), group)
+    agreement.launch(RankMessage(0, 1))
+    agreement.wait()
+
+
+@pytest.mark.parametrize("num_microbatches", [[8, 4], [1, 16, 1]])
+def test_another_batch_of_any_rank_is_reported_on_all(ranks: Pool, num_microbatches: list[int]) -> None:
+    """The library would add vectors of two lengths without a word, at wrong places."""
+    with pytest.raises(RankError) as caught:
+        ranks.run(agree_on, nproc=len(num_microbatches), args=(num_microbatches,))
+    assert {error.code for error in caught.value.causes.values()} == {"PL430"}
+    assert sorted(caught.value.causes) == list(range(len(num_microbatches)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -35,8 +36,8 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
 
 
 def agreement_of(nproc: int, numbers: int) -> Any:
-    """Return the collective of an agreement."""
-    return "all_reduce", (nproc * NUM_SENT + numbers,)
+    """Return the collective of an agreement: as long as a power of two, from 256."""
+    return "all_reduce", (max(256, 1 << math.ceil(math.log2(nproc * NUM_SENT + numbers))),)
 
 
 def data(num_samples: int) -> TensorDataset:

@@ -27,9 +27,22 @@ from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
 NUM_COPIES = 4
-_STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _BUSY, _LASTED, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 5, 6, 8
+_STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _BUSY, _LASTED, _LENGTH, _SETTINGS, _COPIES = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    9,
+)
 NUM_SENT = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
+# Vectors are as long as a power of two, so that ranks with different batches can still compare lengths: gloo
+# takes a shorter message without a word.
+_LEAST_SENT = 256
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
 
 Numbers = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -119,7 +132,9 @@ class Agreement:
         self._rank = 0 if group is None else group.rank()
         self._first = self._num_ranks * NUM_SENT
         length = self._first + num_microbatches * self._width + num_parameters + num_parts
-        self._vector = torch.zeros(length, dtype=torch.float64, device=device)
+        sent = max(_LEAST_SENT, 1 << (length - 1).bit_length())
+        self._summed = torch.zeros(sent, dtype=torch.float64, device=device)
+        self._vector = self._summed[:length]
         # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
         self._array = self._vector.numpy() if device.type == "cpu" else None
         self._group = group
@@ -158,7 +173,7 @@ class Agreement:
         """Start the collective."""
         self._sent = message
         plain = (message.stop_signum, message.position, message.signature % _HALF, message.leaves_out)
-        row = [float(number) for number in (*plain, message.busy_s, message.lasted_s)]
+        row = [float(number) for number in (*plain, message.busy_s, message.lasted_s, len(self._vector))]
         digests = [message.settings]
         if not isinstance(message.copies, Tensor):
             digests += message.copies
@@ -174,7 +189,7 @@ class Agreement:
             self._vector[start + _COPIES : start + NUM_SENT] = halves.reshape(-1)
         if self._group is None:
             return
-        self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._summed, group=self._group, async_op=True)
 
     def _place(self, start: int, numbers: Sequence[float]) -> None:
         """Copy numbers into the vector; from locked memory, so that a device is not waited for."""
@@ -218,6 +233,7 @@ class Agreement:
         rows = numbers[: self._first].reshape(self._num_ranks, NUM_SENT)
         plain: list[list[float]] = rows[:, :_SETTINGS].tolist()
         self._check_positions([int(row[_POSITION]) for row in plain])
+        self._check_lengths([int(row[_LENGTH]) for row in plain])
         self._check_signatures([int(row[_SIGNATURE]) for row in plain])
         signums = [int(row[_STOP]) for row in plain]
         end = self._first + self._num_microbatches * self._width
@@ -238,12 +254,18 @@ class Agreement:
         return agreed, brought
 
     def _check_positions(self, positions: list[int]) -> None:
-        if positions.count(positions[0]) == len(positions):
+        self._check_same("is at step", positions)
+
+    def _check_lengths(self, lengths: list[int]) -> None:
+        self._check_same("has numbers of its batch and model:", lengths)
+
+    def _check_same(self, words: str, numbers: list[int]) -> None:
+        if numbers.count(numbers[0]) == len(numbers):
             return
-        shown = ", ".join(f"rank {rank} is at step {at}" for rank, at in list(enumerate(positions))[:8])
+        shown = ", ".join(f"rank {rank} {words} {number}" for rank, number in list(enumerate(numbers))[:8])
         error = PacelineError(
             "PL430",
-            saw=shown + (" ..." if len(positions) > 8 else "") + ".",
+            saw=shown + (" ..." if len(numbers) > 8 else "") + ".",
             rule="Every rank takes the same steps on the same global batches.",
             fix="Look for a step, a loader or an early exit that depends on the rank.",
         )
