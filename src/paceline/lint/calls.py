@@ -163,7 +163,7 @@ def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
         seeded = generator.fact("seeded")
         if seeded is None:
             return Taint.UNKNOWN
-        return Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
+        return seeded | Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
     if run.seed is None and not run.num_unread_calls:
         return Taint.LOCAL
     return Taint.UNKNOWN if run.seed is None or Taint.RANK not in run.seed else Taint.LOCAL

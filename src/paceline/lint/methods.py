@@ -231,7 +231,9 @@ def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]
             )
         except Exception:
             return None
-    return unknown(mix([owner, *values]))
+    # A path: what it says of files may differ.
+    taint = Taint.NONE if hasattr(str, name) else Taint.UNKNOWN
+    return unknown(mix([owner, *values]) | taint)
 
 
 def _model(c: KnownCall) -> Value | None:
