@@ -160,7 +160,7 @@ def _shape_of(args: list[Value]) -> tuple[Any, ...] | None:
 def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
     generator = kwargs.get("generator")
     if generator is not None:
-        seeded = generator.fact("seeded")
+        seeded: Taint | None = generator.fact("seeded")
         if seeded is None:
             return Taint.UNKNOWN
         return seeded | Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
