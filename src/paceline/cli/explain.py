@@ -33,10 +33,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     code = args.code.strip("[]").upper()
     if code not in pages:
-        named = [
-            f"{code}  {page.title}" for code, page in pages.items() if args.code.lower() in page.title.lower()
-        ]
-        if named:
+        word = args.code.strip().lower()
+        named = [f"{each}  {page.title}" for each, page in pages.items() if word in page.title.lower()]
+        if word and named:
             print("\n".join(named))
             return 0
         near = difflib.get_close_matches(code, pages, n=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -60,11 +61,8 @@ def load_recipe(
 def find_recipe(path: str | Path) -> Path:
     """Return a recipe's file: the path, or a built-in recipe's where it is the name of one and no file."""
     built_in = BUILT_IN / f"{path}.toml"
-    return (
-        built_in
-        if Path(path).name == str(path) and not Path(path).exists() and built_in.exists()
-        else Path(path)
-    )
+    is_name = re.fullmatch(r"[\w-]{1,64}", str(path)) is not None and not Path(path).exists()
+    return built_in if is_name and built_in.exists() else Path(path)
 
 
 def _read_text(path: Path) -> str:
