@@ -169,7 +169,7 @@ class DdpSection(Section):
     """Search the graph of every step for parameters without a gradient, so that their sums start during
     backward and not after it. Steps may leave parameters unused without this setting too."""
     broadcast_buffers: bool = False
-    """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
+    """Copy rank 0's buffers to all ranks once per step. BatchNorm's running statistics are
     merged over all microbatches in any case and do not need it."""
     gradient_as_bucket_view: bool = True
     """Let gradients be views of the buckets, which saves a copy of them."""
