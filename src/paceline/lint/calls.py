@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from typing import Any
 
-from paceline.lint import methods, python_calls, torch_calls
-from paceline.lint.facts import (
-    KnownCall,
-    deps_of,
-    escape,
-    inherit,
-    known_length,
-)
+from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit, known_length
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, mix, unknown
-
-Handler = Callable[[KnownCall], Value | None]
 
 # Position of the tensor that is written, of the group, and of the source or destination.
 COLLECTIVES: dict[str, tuple[int, int, int]] = {
@@ -99,7 +89,7 @@ def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value
     if head == "dnn":
         run.emit("coll", node, op=f"nn.{last}", group=kwargs.get("group"), via="")
         return Value("tensor", deps=deps_of(args), node=node)
-    handler = _HANDLERS.get(short) or _BY_HEAD.get(head) or _BY_LAST.get(last)
+    handler = KNOWN.get(short) or KNOWN.get(f"{head}.*") or KNOWN.get(f"*.{last}")
     if handler is not None:
         result = handler(KnownCall(run, args, kwargs, node, last))
         if result is not None:
@@ -181,16 +171,14 @@ def _collective(c: KnownCall) -> Value:
         data["shape"] = out.fact("shape")
         data["length"] = known_length(out)
     c.run.emit("coll", c.node, **data)
-    after = (
-        Taint.UNKNOWN if group is not None and not (group.is_known and group.const is None) else Taint.NONE
-    )
+    after = Taint.UNKNOWN if group is not None and not group.is_none else Taint.NONE
     if (
         c.name in ("reduce", "gather", "gather_object", "reduce_scatter", "scatter", "scatter_object_list")
         or "all_to_all" in c.name
     ):
         after = Taint.UNKNOWN
     for one in out.alternatives() if out is not None else ():
-        if one.is_known and one.const is None:
+        if one.is_none:
             continue
         c.run.set(one.attrs, "#taint", after)
         if c.name == "all_reduce":
@@ -211,97 +199,3 @@ def _collective(c: KnownCall) -> Value:
     if is_async is not None and not (is_async.is_known and not is_async.const):
         return Value("work")
     return constant(None, collective=c.name)
-
-
-_HANDLERS: dict[str, Handler] = {
-    "dist.init_process_group": torch_calls.call_init,
-    "dist.get_rank": torch_calls.call_rank,
-    "dist.get_world_size": torch_calls.call_rank,
-    "dist.get_node_local_rank": torch_calls.call_rank,
-    "dist.is_initialized": torch_calls.call_true_if_initialized,
-    "dist.is_available": torch_calls.call_true_if_initialized,
-    "dist.new_group": torch_calls.call_new_group,
-    "dist.split_group": torch_calls.call_new_group,
-    "dist.init_device_mesh": torch_calls.call_mesh,
-    "mesh.init_device_mesh": torch_calls.call_mesh,
-    "mesh.DeviceMesh": torch_calls.call_mesh,
-    "parallel.DistributedDataParallel": torch_calls.call_wrap,
-    "parallel.DataParallel": torch_calls.call_wrap,
-    "fsdp.FullyShardedDataParallel": torch_calls.call_wrap,
-    "fsdp.fully_shard": torch_calls.call_fully_shard,
-    "data.DataLoader": torch_calls.call_loader,
-    "torch.save": torch_calls.call_save,
-    "torch.load": torch_calls.call_load,
-    "torch.device": torch_calls.call_device,
-    "torch.cuda.device": torch_calls.call_device,
-    "torch.cuda.set_device": torch_calls.call_device,
-    "torch.cuda.device_count": torch_calls.call_devices,
-    "torch.manual_seed": torch_calls.call_seed,
-    "torch.random.manual_seed": torch_calls.call_seed,
-    "torch.tensor": torch_calls.call_tensor,
-    "torch.as_tensor": torch_calls.call_tensor,
-    "torch.Tensor": torch_calls.call_tensor,
-    "torch.no_grad": torch_calls.call_context,
-    "torch.inference_mode": torch_calls.call_context,
-    "torch.autocast": torch_calls.call_context,
-    "torch.Generator": torch_calls.call_generator,
-    "contextlib.ExitStack": torch_calls.call_context,
-    "contextlib.nullcontext": torch_calls.call_context,
-    "contextlib.suppress": torch_calls.call_context,
-    "functools.partial": python_calls.call_partial,
-    "accelerate.Accelerator": torch_calls.call_accelerator,
-    "argparse.ArgumentParser": python_calls.call_parser,
-    "os.path.join": python_calls.call_path,
-    "pathlib.Path": python_calls.call_path,
-    "os.getenv": lambda c: methods.read_environment(
-        c.run, c.run.environ, c.args[0], c.args[1] if len(c.args) > 1 else constant(None)
-    ),
-    "io.BytesIO": lambda c: Value("buffer"),
-    "sys.exit": lambda c: Value("never"),
-    "os._exit": lambda c: Value("never"),
-    "nn.convert_sync_batchnorm": torch_calls.call_sync_batchnorm,
-    "torch.compile": torch_calls.call_sync_batchnorm,
-    "mp.spawn": python_calls.call_spawn,
-    "mp.Process": python_calls.call_spawn,
-    "datasets.load_dataset": torch_calls.call_dataset,
-    "datasets.distributed.split_dataset_by_node": torch_calls.call_dataset,
-    "copy.deepcopy": python_calls.call_passes,
-    "itertools.cycle": python_calls.call_passes,
-    "itertools.chain": python_calls.call_passes,
-    "itertools.islice": lambda c: None,
-    "collections.deque": python_calls.call_passes,
-    **{
-        f"builtins.{name}": python_calls.call_passes
-        for name in ("list", "tuple", "sorted", "reversed", "iter", "set")
-    },
-    **{
-        f"data.{name}": torch_calls.call_dataset
-        for name in ("TensorDataset", "Subset", "ConcatDataset", "ChainDataset", "random_split")
-    },
-    **{
-        f"data.{name}": torch_calls.call_sampler
-        for name in (
-            "DistributedSampler",
-            "RandomSampler",
-            "SequentialSampler",
-            "BatchSampler",
-            "WeightedRandomSampler",
-            "SubsetRandomSampler",
-        )
-    },
-}
-_BY_HEAD: dict[str, Handler] = {
-    "nn": torch_calls.call_module,
-    "optim": torch_calls.call_optimizer,
-    "sched": torch_calls.call_scheduler,
-    "amp": torch_calls.call_amp,
-    "dcp": torch_calls.call_dcp,
-    "join": torch_calls.call_join_context,
-    "builtins": python_calls.call_builtin,
-    "nnutils": torch_calls.call_clip,
-    "torchvision.datasets": torch_calls.call_dataset,
-}
-_BY_LAST: dict[str, Handler] = {
-    "tqdm": python_calls.call_progress,
-    "trange": lambda c: Value("progress", ref=Value("range", ref=tuple(c.args), taint=mix(c.args))),
-}

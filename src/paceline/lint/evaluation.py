@@ -68,8 +68,11 @@ class Evaluator:
         self.num_unread_calls = 0
         self.no_sync: list[Value] = []
         self.no_grad = 0
-        self.framework = ""
-        self.grouped: dict[str, Value] = {}
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the process group is there for certain."""
+        return self.initialized is True and not self.is_assumed
 
     def eval(self, node: ast.AST) -> Value:
         """Return the value of an expression."""
@@ -393,7 +396,7 @@ class Evaluator:
                     result = sequence(kept)
                     library.inherit(result, sources)
                     return result
-            self.assign(generator.target, library.iterate(self, source, generator.iter, quietly=True))
+            self.assign(generator.target, library.iterate(self, source, generator.iter))
             for test in generator.ifs:
                 self.eval(test)
         if isinstance(node, ast.DictComp):

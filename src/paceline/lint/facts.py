@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ def is_same(a: Value, b: Value) -> bool | None:
     if a.is_known and b.is_known:
         return a.const is b.const or (a.const == b.const and isinstance(a.const, (bool, int, str)))
     for one, other in ((a, b), (b, a)):
-        if one.is_known and one.const is None:
+        if one.is_none:
             return (
                 False if other.kind not in ("", "tensor") or (other.kind == "tensor" and other.node) else None
             )
@@ -213,7 +213,7 @@ def buffers_of(model: Value) -> bool | None:
     if model.kind != "model":
         return None
     known: bool | None = model.fact("buffers")
-    if known or model.ref is None or isinstance(model.ref, str):
+    if known or model.script_class is None:
         return known
     for one in model.ref.lineage():
         if any(isinstance(n, ast.Attribute) and n.attr == "register_buffer" for n in ast.walk(one.node)):
@@ -239,8 +239,6 @@ def join_items(items: Iterable[Value]) -> Value:
     result = items[0]
     for other in items[1:]:
         result = join(result, other)
-    if len(items) == 1 and not result.kind:  # of a list that may have more
-        return result
     return result
 
 
@@ -267,6 +265,22 @@ class KnownCall:
     def values(self) -> list[Value]:
         """All arguments."""
         return [*self.args, *self.kwargs.values()]
+
+
+Handler = Callable[[KnownCall], Value | None]
+# Functions by short name, by its head with ".*", or by its last part with "*."; methods by (kind, name).
+KNOWN: dict[Any, Handler] = {}
+
+
+def known(names: str, of: str = "") -> Callable[[Handler], Handler]:
+    """Register what functions of libraries do, or the methods of objects of some kinds."""
+
+    def register(handler: Handler) -> Handler:
+        keys: list[Any] = [(kind, name) for kind in of.split() for name in names.split()]
+        KNOWN.update(dict.fromkeys(keys or names.split(), handler))
+        return handler
+
+    return register
 
 
 def deps_of(values: Iterable[Value]) -> frozenset[Value]:

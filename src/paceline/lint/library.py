@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from paceline.lint import calls, methods
+from paceline.lint import calls, methods, python_calls, torch_calls
 from paceline.lint.facts import (
     contains,
     deps_of,
@@ -26,6 +26,7 @@ from paceline.lint.values import Taint, Value, constant, join, mix, sequence, un
 if TYPE_CHECKING:
     from paceline.lint.interpreter import Interpreter as Run
 
+HANDLERS = python_calls, torch_calls  # which register what they know
 __all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
 # Other values don't mean other sizes.
@@ -45,7 +46,7 @@ def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) ->
 
         return run_arm
 
-    run.fork(node, unknown(), [arm(one) for one in value.ref if not (one.is_known and one.const is None)])
+    run.fork(node, unknown(), [arm(one) for one in value.ref if not one.is_none])
     return join_items(found) if found else unknown()
 
 
@@ -58,24 +59,14 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
         found: Value | None = owner.ref.names.get(name)
         return found if found is not None else unknown()
     if owner.kind == "union":
-        return join_items(
-            [
-                get_attribute(run, one, name, node)
-                for one in owner.ref
-                if not (one.is_known and one.const is None)
-            ]
-        )
+        return join_items([get_attribute(run, one, name, node) for one in owner.ref if not one.is_none])
     if name in owner.attrs:
         value: Value = owner.attrs[name]
         return value
     special = methods.attribute(run, owner, name, node)
     if special is not None:
         return special
-    if (
-        owner.kind in ("instance", "model", "dataset")
-        and owner.ref is not None
-        and not isinstance(owner.ref, str)
-    ):
+    if owner.kind in ("instance", "model", "dataset") and owner.script_class is not None:
         member: Value | None = owner.ref.find(name)
         if member is not None:
             if member.kind == "func" and member.fact("property"):
@@ -159,9 +150,7 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     """Return an element."""
     refuse_result_of_collective(run, owner, node)
     if owner.kind == "union":
-        return join_items(
-            [get_item(run, one, key, node) for one in owner.ref if not (one.is_known and one.const is None)]
-        )
+        return join_items([get_item(run, one, key, node) for one in owner.ref if not one.is_none])
     if owner.kind == "environ":
         return methods.read_environment(run, owner, key, None)
     if key.kind == "slice":
@@ -197,14 +186,10 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     )
 
 
-def iterate(run: Any, source: Value, node: ast.AST, *, quietly: bool = False) -> Value:
+def iterate(run: Any, source: Value, node: ast.AST) -> Value:
     """Return what a loop over a value gives in a round."""
     if source.kind == "union":
-        found = [
-            iterate(run, one, node, quietly=quietly)
-            for one in source.ref
-            if not (one.is_known and one.const is None)
-        ]
+        found = [iterate(run, one, node) for one in source.ref if not one.is_none]
         return join_items(found)
     if source.kind == "enumerate":
         return sequence((unknown(Taint.NONE), iterate(run, source.ref, node)), "tuple")
@@ -217,7 +202,7 @@ def iterate(run: Any, source: Value, node: ast.AST, *, quietly: bool = False) ->
         return methods.batch_of(run, source)
     if source.kind == "range":
         return unknown(source.taint)
-    if source.kind in ("instance", "dataset") and source.ref is not None and not isinstance(source.ref, str):
+    if source.kind in ("instance", "dataset") and source.script_class is not None:
         member = source.ref.find("__iter__")
         if member is not None and member.kind == "func":
             return run.element(run.call_function(member, [], {}, node, owner=source), 0)  # type: ignore[no-any-return]
@@ -290,7 +275,7 @@ def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
 
 def refuse_result_of_collective(run: Any, value: Value, node: ast.AST) -> None:
     """Record that the None which a collective returns is used as a result."""
-    if value.is_known and value.const is None and value.fact("collective"):
+    if value.is_none and value.fact("collective"):
         run.emit("none_used", node, operation=value.fact("collective"))
 
 
@@ -397,11 +382,7 @@ def call_method(
             if any(getattr(one, "id", "") == "classmethod" for one in decorated):
                 return call(run, member, [owner, *args], kwargs, node)
         return call(run, member, args, kwargs, node)
-    if (
-        owner.kind in ("instance", "model", "dataset", "optimizer")
-        and owner.ref is not None
-        and not isinstance(owner.ref, str)
-    ):
+    if owner.kind in ("instance", "model", "dataset", "optimizer") and owner.script_class is not None:
         member_or_none = owner.ref.find(name)
         if member_or_none is not None:
             member = get_attribute(run, owner, name, node)
@@ -434,11 +415,7 @@ def _call_super(
     run: Run, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
 ) -> Value:
     me: Value = owner.ref
-    if (
-        me.kind not in ("instance", "model", "dataset", "optimizer")
-        or me.ref is None
-        or isinstance(me.ref, str)
-    ):
+    if me.kind not in ("instance", "model", "dataset", "optimizer") or me.script_class is None:
         return unknown()
     current = next(
         (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name)), me.ref

@@ -299,7 +299,7 @@ def _device_of(c: KnownCall) -> Any:
     if c.name == "cpu":
         return "cpu"
     device = c.pick(0, "device")
-    if c.name == "cuda" and (device is None or (device.is_known and device.const is None)):
+    if c.name == "cuda" and (device is None or device.is_none):
         return "current"
     if device is None or (device.kind == "lib" and device.ref.startswith("torch.")):
         return None

@@ -7,11 +7,12 @@ import builtins
 from typing import Any
 
 from paceline.lint import methods
-from paceline.lint.facts import KnownCall, deps_of, known_items, known_length, make
+from paceline.lint.facts import Handler, KnownCall, deps_of, known, known_items, known_length, make
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, mix, sequence, unknown
 
 
+@known("mp.spawn mp.Process")
 def call_spawn(c: KnownCall) -> Value:
     target = c.pick(0, "fn") if c.name != "Process" else c.kwargs.get("target")
     given = (c.pick(1, "args") if c.name != "Process" else c.kwargs.get("args")) or sequence((), "tuple")
@@ -38,6 +39,7 @@ def call_as_world(run: Any, value: Value, count: Value | None) -> Value:
     return methods.place_value(run, "world") if same or value.fact("devices") else value
 
 
+@known("builtins.*")
 def call_builtin(c: KnownCall) -> Value:
     first = c.args[0] if c.args else unknown(Taint.NONE)
     if c.name == "range":
@@ -98,8 +100,7 @@ def call_builtin(c: KnownCall) -> Value:
         if all(arg.is_known for arg in c.args) and c.name in ("min", "max", "abs") and c.args:
             try:
                 return Value(
-                    const=getattr(builtins, c.name)(*(arg.const for arg in c.args)),
-                    taint=mix(c.args),
+                    const=getattr(builtins, c.name)(*(arg.const for arg in c.args)), taint=mix(c.args)
                 )
             except Exception:
                 pass
@@ -116,18 +117,9 @@ def call_builtin(c: KnownCall) -> Value:
             attrs={"#entries": dict(c.kwargs) if not c.args else None},
         )
     if c.name == "print":
-        c.run.emit("print", c.node, values=c.args)
         return constant(None)
     if c.name == "open":
-        mode = c.pick(1, "mode")
-        return Value(
-            "file",
-            ref=first,
-            taint=first.taint,
-            attrs={"#mode": mode.const if mode is not None and mode.is_known else "r"},
-        )
-    if c.name in ("exit", "quit"):
-        return Value("never")
+        return Value("file", ref=first, taint=first.taint)
     if c.name in ("locals", "globals", "vars", "eval", "exec"):
         c.run.num_unread_calls += 1
     return unknown(mix(c.values), deps_of(c.args))
@@ -179,12 +171,7 @@ def call_getattr(run: Any, owner: Value, args: list[Value], node: ast.AST, last:
         if name in owner.attrs:
             return constant(True) if last == "hasattr" else owner.attrs[name]
         inner = owner.attrs["module"]
-        if (
-            last == "hasattr"
-            and inner.kind == "model"
-            and inner.ref is not None
-            and not isinstance(inner.ref, str)
-        ):
+        if last == "hasattr" and inner.kind == "model" and inner.script_class is not None:
             return constant(False) if inner.ref.find(name) is not None else unknown(Taint.NONE)
         return unknown(Taint.UNKNOWN, {owner})
     if owner.kind == "model" and name == "module":
@@ -196,6 +183,8 @@ def call_getattr(run: Any, owner: Value, args: list[Value], node: ast.AST, last:
     return unknown(owner.taint, owner.deps)
 
 
+@known("copy.deepcopy itertools.cycle itertools.chain collections.deque builtins.list")
+@known("builtins.tuple builtins.sorted builtins.reversed builtins.iter builtins.set")
 def call_passes(c: KnownCall) -> Value:
     first = c.args[0] if c.args else c.kwargs.get("iterable", sequence(()))
     if c.name in ("deepcopy", "copy"):
@@ -232,6 +221,7 @@ def call_copied(run: Any, first: Value, node: ast.AST) -> Value:
     )
 
 
+@known("*.tqdm")
 def call_progress(c: KnownCall) -> Value:
     first = c.args[0] if c.args else c.kwargs.get("iterable")
     if first is None:
@@ -239,17 +229,24 @@ def call_progress(c: KnownCall) -> Value:
     return Value("progress", ref=first, taint=first.taint, deps=first.deps)
 
 
-def call_partial(c: KnownCall) -> Value:
-    return Value("partial", ref=(c.args[0], c.args[1:], dict(c.kwargs))) if c.args else unknown()
-
-
-def call_parser(c: KnownCall) -> Value:
-    return Value("", taint=Taint.NONE, attrs={"#defaults": {}})
-
-
+@known("os.path.join pathlib.Path")
 def call_path(c: KnownCall) -> Value:
     value = unknown(mix(c.args))
     value.attrs["#pieces"] = tuple(arg.const if arg.is_known else arg for arg in c.args)
     if all(arg.is_known for arg in c.args) and c.args:
         return Value(const="/".join(str(arg.const) for arg in c.args), taint=value.taint)
     return value
+
+
+_SIMPLE: dict[str, Handler] = {
+    "functools.partial": lambda c: Value("partial", ref=(c.args[0], c.args[1:], dict(c.kwargs))),
+    "argparse.ArgumentParser": lambda c: Value(attrs={"#defaults": {}}),
+    "os.getenv": lambda c: methods.read_environment(
+        c.run, c.run.environ, c.args[0], c.args[1] if len(c.args) > 1 else constant(None)
+    ),
+    "io.BytesIO": lambda c: Value("buffer"),
+    "sys.exit os._exit builtins.exit builtins.quit": lambda c: Value("never"),
+    "*.trange": lambda c: Value("progress", ref=Value("range", ref=tuple(c.args), taint=mix(c.args))),
+}
+for _names, _handler in _SIMPLE.items():
+    known(_names)(_handler)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import ast
 
 from paceline.lint import methods
-from paceline.lint.facts import (
-    KnownCall,
-    buffers_of,
-    join_items,
-    known_items,
-    make,
-)
+from paceline.lint.facts import Handler, KnownCall, buffers_of, join_items, known, known_items, make
 from paceline.lint.values import Taint, Value, constant, mix, unknown
 
 
+@known("dist.init_process_group")
 def call_init(c: KnownCall) -> Value:
     backend = c.pick(0, "backend")
     c.run.backend = str(backend.const) if backend is not None and backend.is_known else c.run.backend
@@ -33,11 +28,12 @@ def call_init(c: KnownCall) -> Value:
     return constant(None)
 
 
+@known("dist.get_rank dist.get_world_size dist.get_node_local_rank")
 def call_rank(c: KnownCall) -> Value:
     group = c.pick(0, "group")
     if c.name in ("get_node_local_rank",):
         return methods.place_value(c.run, "local_rank")
-    if group is not None and not (group.is_known and group.const is None):
+    if group is not None and not group.is_none:
         members = group.fact("members")
         if members is None:
             return unknown(Taint.RANK if c.name == "get_rank" else Taint.NONE)
@@ -47,16 +43,18 @@ def call_rank(c: KnownCall) -> Value:
     return methods.place_value(c.run, "rank" if c.name == "get_rank" else "world")
 
 
+@known("dist.is_initialized dist.is_available")
 def call_true_if_initialized(c: KnownCall) -> Value:
     if c.run.initialized or c.name != "is_initialized":
         return constant(True)
     return unknown(Taint.NONE) if c.run.num_unread_calls or c.run.initialized is None else constant(False)
 
 
+@known("dist.new_group dist.split_group")
 def call_new_group(c: KnownCall) -> Value:
     ranks = c.pick(0, "ranks")
     members: tuple[int, ...] | None = None
-    if ranks is None or (ranks.is_known and ranks.const is None):
+    if ranks is None or ranks.is_none:
         members = tuple(range(c.run.place.world))
     else:
         items = known_items(ranks)
@@ -69,12 +67,14 @@ def call_new_group(c: KnownCall) -> Value:
     return make(c.run, "group", c.node, members=members)
 
 
+@known("dist.init_device_mesh mesh.init_device_mesh mesh.DeviceMesh")
 def call_mesh(c: KnownCall) -> Value:
     c.run.emit("coll", c.node, op=c.name, via="group")
     c.run.initialized = True
     return make(c.run, "mesh", c.node)
 
 
+@known("parallel.DistributedDataParallel parallel.DataParallel fsdp.FullyShardedDataParallel")
 def call_wrap(c: KnownCall) -> Value:
     model = c.pick(0, "module") or unknown()
     kind = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "DataParallel": "dp"}[
@@ -87,9 +87,7 @@ def call_wrap(c: KnownCall) -> Value:
         given = c.kwargs.get(name)
         value.attrs["#" + name] = None if given is None else bool(given.const) if given.is_known else "?"
     group = c.kwargs.get("process_group")
-    value.attrs["#group"] = (
-        group if group is not None and not (group.is_known and group.const is None) else None
-    )
+    value.attrs["#group"] = group if group is not None and not group.is_none else None
     for one in model.alternatives():
         if one.kind == "model":
             c.run.set(one.attrs, "#wrapped", value)
@@ -100,7 +98,7 @@ def call_wrap(c: KnownCall) -> Value:
         module=model,
         device_set=c.run.device_set,
         devices=c.pick(1, "device_ids"),
-        initialized=c.run.initialized is True and not c.run.is_assumed,
+        initialized=c.run.is_started,
         unread=c.run.num_unread_calls,
         backend=c.run.backend,
         what=kind,
@@ -113,6 +111,7 @@ def call_wrap(c: KnownCall) -> Value:
     return value
 
 
+@known("fsdp.fully_shard")
 def call_fully_shard(c: KnownCall) -> Value:
     model = c.pick(0, "module") or unknown()
     for one in model.alternatives():
@@ -121,6 +120,7 @@ def call_fully_shard(c: KnownCall) -> Value:
     return model
 
 
+@known("data.DataLoader")
 def call_loader(c: KnownCall) -> Value:
     dataset = c.pick(0, "dataset") or unknown()
     sampler = c.pick(3, "sampler") or constant(None)
@@ -152,6 +152,8 @@ def call_loader(c: KnownCall) -> Value:
     return value
 
 
+@known("data.DistributedSampler data.RandomSampler data.SequentialSampler data.BatchSampler")
+@known("data.WeightedRandomSampler data.SubsetRandomSampler")
 def call_sampler(c: KnownCall) -> Value:
     dataset = c.pick(0, "dataset") or unknown()
     if c.name != "DistributedSampler":
@@ -172,6 +174,8 @@ def call_sampler(c: KnownCall) -> Value:
     return value
 
 
+@known("datasets.load_dataset datasets.distributed.split_dataset_by_node torchvision.datasets.*")
+@known("data.TensorDataset data.Subset data.ConcatDataset data.ChainDataset data.random_split")
 def call_dataset(c: KnownCall) -> Value:
     values = c.values
     value = make(c.run, "dataset", c.node, values)
@@ -200,6 +204,7 @@ def call_dataset(c: KnownCall) -> Value:
     return value
 
 
+@known("optim.*")
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
@@ -207,6 +212,7 @@ def call_optimizer(c: KnownCall) -> Value:
     return value
 
 
+@known("sched.*")
 def call_scheduler(c: KnownCall) -> Value:
     value = make(c.run, "scheduler", c.node)
     target = c.pick(0, "optimizer")
@@ -214,6 +220,7 @@ def call_scheduler(c: KnownCall) -> Value:
     return value
 
 
+@known("amp.*")
 def call_amp(c: KnownCall) -> Value:
     if c.name != "GradScaler":
         return Value("context")
@@ -223,30 +230,21 @@ def call_amp(c: KnownCall) -> Value:
     )
 
 
+@known("torch.save")
 def call_save(c: KnownCall) -> Value:
-    c.run.emit(
-        "save",
-        c.node,
-        value=c.pick(0, "obj"),
-        target=c.pick(1, "f"),
-        initialized=c.run.initialized is True and not c.run.is_assumed,
-    )
+    c.run.emit("save", c.node, value=c.pick(0, "obj"), target=c.pick(1, "f"), initialized=c.run.is_started)
     return constant(None)
 
 
+@known("torch.load")
 def call_load(c: KnownCall) -> Value:
     target = c.pick(0, "f") or unknown()
     mapped = c.pick(1, "map_location") is not None or "**" in c.kwargs
-    event = c.run.emit(
-        "load",
-        c.node,
-        target=target,
-        mapped=mapped,
-        initialized=c.run.initialized is True and not c.run.is_assumed,
-    )
+    event = c.run.emit("load", c.node, target=target, mapped=mapped, initialized=c.run.is_started)
     return Value("loaded", taint=Taint.UNKNOWN | (target.taint & Taint.RANK), attrs={"#event": event})
 
 
+@known("torch.device torch.cuda.device torch.cuda.set_device")
 def call_device(c: KnownCall) -> Value:
     device = c.args[0] if c.args else c.kwargs.get("device", unknown())
     index = c.args[1] if len(c.args) > 1 else None
@@ -265,12 +263,14 @@ def call_device(c: KnownCall) -> Value:
     return Value("device", taint=device.taint, ref=word, attrs={"#index": index or device})
 
 
+@known("torch.manual_seed torch.random.manual_seed")
 def call_seed(c: KnownCall) -> Value:
     c.run.seed = mix(c.values)
     c.run.emit("seed", c.node, taint=c.run.seed)
     return unknown(Taint.NONE)
 
 
+@known("nn.*")
 def call_module(c: KnownCall) -> Value | None:
     if not c.name[:1].isupper() or c.name in ("Parameter", "Buffer", "ParameterList"):
         return None
@@ -293,6 +293,7 @@ def call_module(c: KnownCall) -> Value | None:
     return value
 
 
+@known("dcp.*")
 def call_dcp(c: KnownCall) -> Value | None:
     whole = c.kwargs.get("options")
     if c.name in ("save", "load", "async_save"):
@@ -311,28 +312,7 @@ def call_dcp(c: KnownCall) -> Value | None:
     return None
 
 
-def call_join_context(c: KnownCall) -> Value | None:
-    return Value("join") if c.name == "Join" else None
-
-
-def call_context(c: KnownCall) -> Value:
-    if c.name in ("no_grad", "inference_mode"):
-        return Value("no_grad")
-    return Value(
-        "holder" if c.name == "ExitStack" else "context",
-        attrs={"sampler": constant(None)} if c.name == "ExitStack" else {},
-    )
-
-
-def call_devices(c: KnownCall) -> Value:
-    return constant(c.run.place.local_world, devices=not c.run.is_spawned)
-
-
-def call_tensor(c: KnownCall) -> Value:
-    first = c.args[0] if c.args else unknown()
-    return Value("tensor", taint=mix([first]), deps=first.deps, node=c.node)
-
-
+@known("nnutils.*")
 def call_clip(c: KnownCall) -> Value | None:
     if c.name in ("clip_grad_norm_", "clip_grad_value_"):
         c.run.emit("clip", c.node, deps=c.args[0].deps if c.args else frozenset())
@@ -340,14 +320,26 @@ def call_clip(c: KnownCall) -> Value | None:
     return None
 
 
+@known("accelerate.Accelerator")
 def call_accelerator(c: KnownCall) -> Value:
-    c.run.initialized, c.run.device_set, c.run.framework = True, True, "accelerate"
+    c.run.initialized = c.run.device_set = True
     return make(c.run, "accelerator", c.node)
 
 
-def call_generator(c: KnownCall) -> Value:
-    return make(c.run, "generator", c.node)
+def _tensor(c: KnownCall) -> Value:
+    first = c.args[0] if c.args else unknown()
+    return Value("tensor", taint=mix([first]), deps=first.deps, node=c.node)
 
 
-def call_sync_batchnorm(c: KnownCall) -> Value:
-    return join_items(c.args[:1])
+_SIMPLE: dict[str, Handler] = {
+    "torch.tensor torch.as_tensor torch.Tensor": _tensor,
+    "torch.no_grad torch.inference_mode": lambda c: Value("no_grad"),
+    "torch.autocast contextlib.nullcontext contextlib.suppress": lambda c: Value("context"),
+    "contextlib.ExitStack": lambda c: Value("holder", attrs={"sampler": constant(None)}),
+    "torch.Generator": lambda c: make(c.run, "generator", c.node),
+    "torch.cuda.device_count": lambda c: constant(c.run.place.local_world, devices=not c.run.is_spawned),
+    "nn.convert_sync_batchnorm torch.compile": lambda c: join_items(c.args[:1]),
+    "join.Join": lambda c: Value("join"),
+}
+for _names, _handler in _SIMPLE.items():
+    known(_names)(_handler)

@@ -75,6 +75,16 @@ class Value:
         return self.const is not UNKNOWN
 
     @property
+    def is_none(self) -> bool:
+        """Whether it is None."""
+        return self.const is None
+
+    @property
+    def script_class(self) -> Any:
+        """The class of the script of which it is an object, or None."""
+        return None if isinstance(self.ref, str) else self.ref
+
+    @property
     def is_opaque(self) -> bool:
         """Whether nothing is known about it."""
         return not self.kind and not self.is_known
@@ -145,10 +155,7 @@ def join(a: Value, b: Value, by: Taint = Taint.NONE) -> Value:
             pass
     plain_a, plain_b = a.kind in _PLAIN, b.kind in _PLAIN
     if plain_a and plain_b:
-        if (a.is_known and a.const is None) != (b.is_known and b.const is None) and "tensor" in (
-            a.kind,
-            b.kind,
-        ):
+        if a.is_none != b.is_none and "tensor" in (a.kind, b.kind):
             return _union(a, b)
         kind = a.kind if a.kind == b.kind else ""
         return Value(kind, taint=_mix_alternatives(a, b, by), deps=a.deps | b.deps, node=a.node or b.node)

@@ -77,7 +77,7 @@ def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None
     if event.kind == "coll":
         key: Any = "world"
         group = event.group
-        if group is not None and not (group.is_known and group.const is None):
+        if group is not None and not group.is_none:
             key = group.fact("members") if group.kind == "group" else None
             if key is None or place.rank not in key or len(key) == 1:
                 return
@@ -255,7 +255,7 @@ def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             group = event.group
             size: int | None = witness.place.world
-            if group is not None and not (group.is_known and group.const is None):
+            if group is not None and not group.is_none:
                 members = group.fact("members") if group.kind == "group" else None
                 size = len(members) if members is not None and witness.place.rank in members else None
             if (
@@ -274,10 +274,7 @@ def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for witness in witnesses:
         for loop in _loops(witness.items):
             if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
-                yield at(
-                    loop,
-                    "this loop has a collective, and its data are split by rank without padding.",
-                )
+                yield at(loop, "this loop has a collective, and its data are split by rank without padding.")
 
 
 def _loops(items: Sequence[Item]) -> Iterator[LoopItem]:
@@ -319,10 +316,7 @@ def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterato
         if isinstance(item, LoopItem):
             body = list_tokens(item.body, place)
             if Taint.LOCAL in item.taint and body and isinstance(item.node, ast.While):
-                yield at(
-                    item,
-                    "the loop has a collective, and ends by a value that differs between ranks.",
-                )
+                yield at(item, "the loop has a collective, and ends by a value that differs between ranks.")
             yield from _local(
                 item.body, place, _Scope([], body, [*scope.function, *scope.round, *rest, *scope.loop, *body])
             )

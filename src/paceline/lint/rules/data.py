@@ -13,10 +13,6 @@ from paceline.lint.values import Taint, Value
 _SPLITS = re.compile(r"rank|world|replica|shard|node|num_parts|process_index", re.IGNORECASE)
 
 
-def _is_none(value: Value) -> bool:
-    return value.is_known and value.const is None
-
-
 def _trains_wrapped(witness: WitnessTrace, loader: Value) -> bool:
     """Whether batches of a loader go into the backward of a wrapped model."""
     return any(
@@ -30,8 +26,8 @@ def _plain_loaders(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, Value]]:
     """Yield loaders without a sampler, whose dataset was not split and is known."""
     for event in witness.events("loader"):
         dataset = event.dataset
-        plain = _is_none(event.batch_sampler) and (
-            _is_none(event.sampler)
+        plain = event.batch_sampler.is_none and (
+            event.sampler.is_none
             or (event.sampler.kind == "sampler" and not event.sampler.fact("distributed"))
         )
         if not plain or event.extra or dataset.kind != "dataset" or event.loader.fact("escaped"):
@@ -46,7 +42,7 @@ def _plain_loaders(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, Value]]:
 
 def _mentions_split(dataset: Value) -> bool:
     """Whether the class of a dataset may split by rank."""
-    if dataset.ref is None or isinstance(dataset.ref, str):
+    if dataset.script_class is None:
         return False
     for one in dataset.ref.lineage():
         for node in ast.walk(one.node):
@@ -69,8 +65,7 @@ def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for event, dataset in _plain_loaders(witnesses[0]):
         if not dataset.fact("iterable") and not _mentions_split(dataset):
             yield at(
-                event,
-                f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler.",
+                event, f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
             )
 
 
@@ -80,10 +75,7 @@ def unsharded_iterable(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for event, dataset in _plain_loaders(witnesses[0]):
         if dataset.fact("iterable") and dataset.ref is not None and not _mentions_split(dataset):
             name = dataset.ref.node.name
-            yield at(
-                event,
-                f"`{name}.__iter__` depends on neither the rank nor the number of ranks.",
-            )
+            yield at(event, f"`{name}.__iter__` depends on neither the rank nor the number of ranks.")
 
 
 @rule("PL022")
@@ -97,12 +89,12 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             size = (
                 place.world
-                if replicas is None or _is_none(replicas)
+                if replicas is None or replicas.is_none
                 else replicas.const
                 if replicas.is_known
                 else None
             )
-            number = place.rank if rank is None or _is_none(rank) else rank.const if rank.is_known else None
+            number = place.rank if rank is None or rank.is_none else rank.const if rank.is_known else None
             if (
                 not isinstance(size, int)
                 or not isinstance(number, int)
@@ -118,8 +110,7 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 and number == place.local_rank
             ):
                 yield at(
-                    event,
-                    "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples.",
+                    event, "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples."
                 )
             elif size == place.local_world < place.world and number >= size:
                 yield at(
@@ -201,10 +192,7 @@ def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
             continue
         if not size.is_known and not size.fact("default"):
             continue
-        yield at(
-            event,
-            f"each round of the loop starts {workers.const} new workers for the same dataset.",
-        )
+        yield at(event, f"each round of the loop starts {workers.const} new workers for the same dataset.")
 
 
 @rule("PL026")
@@ -235,7 +223,4 @@ def split_by_unlike_draws(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             if seed is None or Taint.RANK in seed or Taint.LOCAL in seed:
                 how = "before any seed is set" if seed is None else "with a seed that differs between ranks"
-                yield at(
-                    event,
-                    f"random_split draws {how}, so each rank has another training set.",
-                )
+                yield at(event, f"random_split draws {how}, so each rank has another training set.")

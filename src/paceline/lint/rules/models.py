@@ -68,10 +68,7 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if len(values) == 1 and any(
                 other.kind == "backward" and wrapper in other.deps for other in items
             ):
-                yield at(
-                    event,
-                    "requires_grad changes after DDP has wrapped the model.",
-                )
+                yield at(event, "requires_grad changes after DDP has wrapped the model.")
 
 
 def _wrappers(items: Sequence[TraceEvent]) -> list[Value]:
@@ -88,7 +85,7 @@ def unused_parameters(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if event.wrapper.fact("static_graph"):
             continue
         for model in event.module.alternatives():
-            if model.kind != "model" or model.ref is None or isinstance(model.ref, str):
+            if model.kind != "model" or model.script_class is None:
                 continue
             lineage = list(model.ref.lineage())
             if (
@@ -153,7 +150,7 @@ def attribute_of_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
     for event in witnesses[0].events("wrapper_attribute"):
         wrapper, name = event.wrapper, event.name
         inner: Value = wrapper.attrs["module"]
-        if wrapper.kind != "ddp" or inner.kind != "model" or inner.ref is None or isinstance(inner.ref, str):
+        if wrapper.kind != "ddp" or inner.kind != "model" or inner.script_class is None:
             continue
         if name in _OF_MODULE or name.startswith("__") or wrapper.fact("escaped"):
             continue
@@ -169,7 +166,4 @@ def attribute_of_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
             for node in ast.walk(one.node)
         )
         if own or assigned:
-            yield at(
-                event,
-                f"`{name_of(event.node)}`: DDP has no `{name}`; the module inside has it.",
-            )
+            yield at(event, f"`{name_of(event.node)}`: DDP has no `{name}`; the module inside has it.")

@@ -45,10 +45,7 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             saw = f"world_size={given} is the number of devices of one node."
             yield at(event, saw)
     for event in witness.events("device_count"):
-        yield at(
-            event,
-            f"torch.cuda.device_count() {event.what}, and counts the devices of one node.",
-        )
+        yield at(event, f"torch.cuda.device_count() {event.what}, and counts the devices of one node.")
 
 
 def _keyword(node: ast.AST, name: str) -> ast.AST | None:
@@ -73,8 +70,7 @@ def no_device_set(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             continue
         if event.module.kind == "model" and event.module.fact("device") == "current":
             yield at(
-                event,
-                "the model is on the current device, which is device 0 on every rank: none was set.",
+                event, "the model is on the current device, which is device 0 on every rank: none was set."
             )
 
 
@@ -99,8 +95,7 @@ def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         ):
             variable = ", ".join(sorted(launched))
             yield at(
-                event,
-                f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}.",
+                event, f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}."
             )
 
 

@@ -81,8 +81,7 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if models and any(models & set(event.deps) for event in backwards):
                 seen.add(id(step.node))
                 yield at(
-                    step,
-                    f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them.",
+                    step, f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them."
                 )
 
 
@@ -131,8 +130,7 @@ def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for event, size, found in _accumulating(witnesses[0]):
         if event.is_mean and not _own_scaling(found):
             yield at(
-                event,
-                f"gradients of {size} mean losses are added, and the loss is not divided by {size}.",
+                event, f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
             )
 
 
@@ -149,10 +147,7 @@ def accumulation_without_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[
     witness = witnesses[0]
     for event, size, _ in _accumulating(witness):
         if _wrapper_of(event) is not None:
-            yield at(
-                event,
-                f"each of {size} backwards per step sums the gradients over ranks; one would do.",
-            )
+            yield at(event, f"each of {size} backwards per step sums the gradients over ranks; one would do.")
     for outer, found in _rounds(witness):
         for inner in _direct_loops(outer.body):
             backwards = list(events(inner.body, "backward"))
