@@ -5,23 +5,22 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from paceline.lint.facts import KnownCall, buffers_of, deps_of, escape, inherit, join_items, known_items, make
+from paceline.lint.facts import (
+    KNOWN,
+    Handler,
+    KnownCall,
+    buffers_of,
+    deps_of,
+    escape,
+    inherit,
+    known,
+    known_items,
+    make,
+)
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
 
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
-_MOVES = {
-    "to",
-    "cuda",
-    "cpu",
-    "half",
-    "bfloat16",
-    "float",
-    "double",
-    "train",
-    "eval",
-    "requires_grad_",
-    "apply",
-}
+_MODULES = "model ddp fsdp dp"
 RANK_WORDS = {
     "RANK": "rank",
     "LOCAL_RANK": "local_rank",
@@ -184,7 +183,7 @@ def call(
         return constant(None)
     if name == "load_state_dict" and not owner.kind:
         run.emit("load_state", node, model=owner, state=args[0] if args else None)
-    method = _METHODS.get(owner.kind)
+    method = KNOWN.get((owner.kind, name)) or KNOWN.get((owner.kind, "*"))
     if method is not None:
         return method(KnownCall(run, args, kwargs, node, name, owner))
     if owner.is_known and isinstance(owner.const, str):
@@ -198,8 +197,6 @@ def call(
             if key in ("local_rank",):
                 values.attrs[key] = place_value(run, "local_rank")
         return values if name == "parse_args" else sequence((values, unknown(Taint.NONE)), "tuple")
-    if name == "step" and owner.kind == "" and owner.is_opaque:
-        return None
     return None
 
 
@@ -236,62 +233,65 @@ def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]
     return unknown(mix([owner, *values]) | taint)
 
 
-def _model(c: KnownCall) -> Value | None:
-    owner: Value = c.owner
-    if c.name in ("forward", "__call__"):
-        return forward(c.run, c.owner, c.args, c.kwargs, c.node)
-    if c.name in (
-        "parameters",
-        "named_parameters",
-        "modules",
-        "named_modules",
-        "children",
-        "named_children",
-        "buffers",
-    ):
-        part = unknown(Taint.NONE, c.owner.deps | {c.owner})
-        if c.name.startswith("named"):
-            part = sequence((unknown(Taint.NONE), part), "tuple")
-        return Value("list", deps=c.owner.deps | {c.owner}, attrs={"#element": part})
-    if c.name == "state_dict":
-        if c.owner.kind == "fsdp":
-            c.run.emit("coll", c.node, op="state_dict", via="state", model=c.owner)
-        return Value("state", ref=c.owner, deps=c.owner.deps | {c.owner})
-    if c.name == "load_state_dict":
-        state = c.pick(0, "state_dict")
-        c.run.emit("load_state", c.node, model=c.owner, state=state)
-        return unknown()
-    if c.name == "no_sync":
-        return Value("no_sync", ref=c.owner)
-    if c.name == "join" and c.owner.kind == "ddp":
-        return Value("join")
-    if c.name == "requires_grad_":
-        value = c.args[0] if c.args else c.kwargs.get("requires_grad", constant(True))
-        c.run.emit("requires_grad", c.node, target=c.owner, value=value)
-        return owner
-    if c.name in ("to", "cuda", "cpu"):
-        device = _device_of(c)
-        if device is not None:
-            c.run.set(c.owner.attrs, "#device", device)
-        return owner
-    if c.name in _MOVES:
-        return owner
-    if c.name in (
-        "register_comm_hook",
-        "register_buffer",
-        "set_requires_gradient_sync",
-        "set_requires_all_reduce",
-    ):
-        c.run.set(c.owner.attrs, "#own_sync", True)
-        return constant(None)
-    if c.owner.kind == "model" and isinstance(c.owner.ref, str):
-        return None
-    if c.owner.kind in ("ddp", "fsdp"):
-        c.run.emit("wrapper_attribute", c.node, wrapper=c.owner, name=c.name)
-    if c.name in ("clip_grad_norm_",):
-        c.run.emit("clip", c.node, deps=c.owner.deps | {c.owner})
-        return unknown(Taint.NONE)
-    return None
+@known("forward __call__", of=_MODULES)
+def _forward(c: KnownCall) -> Value:
+    return forward(c.run, c.owner, c.args, c.kwargs, c.node)
+
+
+@known("parameters named_parameters modules named_modules children named_children buffers", of=_MODULES)
+def _parts(c: KnownCall) -> Value:
+    deps = c.owner.deps | {c.owner}
+    part = unknown(Taint.NONE, deps)
+    if c.name.startswith("named"):
+        part = sequence((unknown(Taint.NONE), part), "tuple")
+    return Value("list", deps=deps, attrs={"#element": part})
+
+
+@known("state_dict", of=_MODULES)
+def _state_dict(c: KnownCall) -> Value:
+    if c.owner.kind == "fsdp":
+        c.run.emit("coll", c.node, op="state_dict", via="state", model=c.owner)
+    return Value("state", ref=c.owner, deps=c.owner.deps | {c.owner})
+
+
+@known("load_state_dict", of=_MODULES)
+def _load_state_dict(c: KnownCall) -> Value:
+    c.run.emit("load_state", c.node, model=c.owner, state=c.pick(0, "state_dict"))
+    return unknown()
+
+
+@known("requires_grad_", of=f"{_MODULES} tensor")
+def _requires_grad(c: KnownCall) -> Value:
+    value = c.args[0] if c.args else c.kwargs.get("requires_grad", constant(True))
+    c.run.emit("requires_grad", c.node, target=c.owner, value=value)
+    return _itself(c)
+
+
+@known("to cuda cpu", of=_MODULES)
+@known("to cuda", of="tensor")
+def _to(c: KnownCall) -> Value:
+    device = _device_of(c)
+    if device is not None and c.owner.kind != "tensor":
+        c.run.set(c.owner.attrs, "#device", device)
+    return _itself(c)
+
+
+@known("*", of="ddp fsdp")
+def _of_wrapper(c: KnownCall) -> Value | None:
+    c.run.emit("wrapper_attribute", c.node, wrapper=c.owner, name=c.name)
+    return _clip(c) if c.name == "clip_grad_norm_" else None
+
+
+@known("clip_grad_norm_", of="model dp")
+def _clip(c: KnownCall) -> Value:
+    c.run.emit("clip", c.node, deps=c.owner.deps | {c.owner})
+    return unknown(Taint.NONE)
+
+
+@known("register_comm_hook register_buffer set_requires_gradient_sync set_requires_all_reduce", of=_MODULES)
+def _own_sync(c: KnownCall) -> Value:
+    c.run.set(c.owner.attrs, "#own_sync", True)
+    return constant(None)
 
 
 def _device_of(c: KnownCall) -> Any:
@@ -316,253 +316,200 @@ def device_word(device: Value) -> str:
     return "own" if device.is_known and isinstance(device.const, int) else "?"
 
 
-def _loader(c: KnownCall) -> Value | None:
-    if c.name == "set_epoch":
-        c.run.emit("set_epoch", c.node, target=c.owner)
+@known("set_epoch", of="loader sampler")
+@known("unscale_", of="scaler")
+def _told(c: KnownCall) -> Value:
+    c.run.emit("unscale" if c.name == "unscale_" else c.name, c.node, target=c.owner, scaler=c.owner)
+    return constant(None)
+
+
+@known("__iter__", of="loader sampler")
+def _iter(c: KnownCall) -> Value:
+    c.run.emit("iterate", c.node, loader=c.owner)
+    return Value("list", attrs={"#element": batch_of(c.run, c.owner)})
+
+
+@known("step", of="optimizer scheduler scaler")
+def _step(c: KnownCall) -> Value:
+    what = c.owner.kind
+    if what == "scaler":
+        for target in c.args[0].alternatives() if c.args else ():
+            c.run.emit("step", c.node, target=target, what=what, scaler=c.owner)
+    elif what == "scheduler":
+        c.run.emit("step", c.node, target=c.owner.ref or c.owner, what=what)
         return constant(None)
-    if c.name == "__iter__":
-        c.run.emit("iterate", c.node, loader=c.owner)
-        return Value("list", attrs={"#element": batch_of(c.run, c.owner)})
-    return None
-
-
-def _optimizer(c: KnownCall) -> Value | None:
-    if c.name == "step":
+    else:
         closure = c.pick(0, "closure")
         if closure is not None and closure.kind == "func":
             c.run.call_function(closure, [], {}, c.node)
-        c.run.emit("step", c.node, target=c.owner, what="optimizer", has_closure=closure is not None)
-        return unknown()
-    if c.name in ("state_dict", "load_state_dict"):
-        return Value("state", ref=c.owner, deps=frozenset()) if c.name == "state_dict" else unknown()
-    if c.name in ("add_param_group",):
-        c.run.set(c.owner.attrs, "#regrouped", True)
-        return constant(None)
-    return None
-
-
-def _scheduler(c: KnownCall) -> Value | None:
-    if c.name == "step":
-        c.run.emit("step", c.node, target=c.owner.ref or c.owner, what="scheduler")
-        return constant(None)
-    if c.name == "get_last_lr":
-        return unknown(Taint.NONE)
-    return None
-
-
-def _scaler(c: KnownCall) -> Value | None:
-    if c.name == "scale" and c.args:
-        loss = c.args[0]
-        attrs = {"#scaled": c.owner}
-        if loss.fact("mean"):
-            attrs["#mean"] = True
-        return Value("tensor", taint=loss.taint, deps=loss.deps, attrs=attrs, node=c.node)
-    if c.name == "step" and c.args:
-        for target in c.args[0].alternatives():
-            c.run.emit("step", c.node, target=target, what="scaler", scaler=c.owner)
-        return unknown()
-    if c.name == "unscale_":
-        c.run.emit("unscale", c.node, scaler=c.owner)
-        return constant(None)
-    if c.name == "update":
-        return constant(None)
+        c.run.emit("step", c.node, target=c.owner, what=what, has_closure=closure is not None)
     return unknown()
 
 
-def _list(c: KnownCall) -> Value | None:
-    if c.name in ("append", "extend", "insert", "add") and c.args:
-        value = c.args[-1]
-        if c.name == "extend":
-            items = known_items(value)
-            new = (*c.owner.items, *items) if c.owner.items is not None and items is not None else None
-            value = c.run.element(value, 0)
-        else:
-            new = (*c.owner.items, value) if c.owner.items is not None else None
-        c.run.set(c.owner.attrs, "#items", None if c.run.loops else new)  # how often is not known
-        old = c.owner.fact("element")
-        c.run.set(c.owner.attrs, "#element", value if old is None else join(old, value))
-        c.run.set(c.owner.attrs, "#taint", c.owner.taint | value.taint)
-        c.owner.deps = (
-            c.owner.deps
-            | value.deps
-            | ({value} if value.kind in ("model", "ddp", "fsdp", "optimizer") else frozenset())
-        )
-        return constant(None)
-    if c.name in ("clear", "sort", "reverse", "pop", "popleft", "remove", "update", "setdefault"):
-        if c.name not in ("sort", "reverse"):
-            c.run.set(c.owner.attrs, "#items", None)
-        if c.name == "update":
-            c.run.set(c.owner.attrs, "#entries", None)
-        return c.run.element(c.owner, 0)  # type: ignore[no-any-return]
-    if c.owner.kind == "dict":
-        entries = c.owner.fact("entries")
-        if c.name == "get" and c.args and c.args[0].is_known and entries is not None:
-            default = c.args[1] if len(c.args) > 1 else constant(None)
-            found: Value = entries.get(str(c.args[0].const), default)
-            return found
-        if c.name == "items":
-            part = sequence((unknown(Taint.NONE), c.run.element(c.owner, 0)), "tuple")
-            return Value(
-                "list", taint=c.owner.taint, deps=c.owner.deps, attrs={"#element": part, "#origin": c.owner}
-            )
-        if c.name == "values" and entries is not None:
-            return sequence(entries.values())
-    return None
+@known("add_param_group", of="optimizer")
+def _add_param_group(c: KnownCall) -> Value:
+    c.run.set(c.owner.attrs, "#regrouped", True)
+    return constant(None)
 
 
-def _state(c: KnownCall) -> Value | None:
-    if c.name in ("items", "keys", "values"):
-        return unknown(c.owner.taint)
+@known("scale", of="scaler")
+def _scale(c: KnownCall) -> Value:
+    loss = c.args[0] if c.args else unknown()
+    attrs = {"#scaled": c.owner, "#mean": loss.fact("mean")}
+    return Value("tensor", taint=loss.taint, deps=loss.deps, attrs=attrs, node=c.node)
+
+
+@known("append extend insert add", of="list dict")
+def _add(c: KnownCall) -> Value | None:
+    if not c.args:
+        return None
+    value, items = c.args[-1], c.owner.items
+    added = (value,) if c.name != "extend" else known_items(value)
+    if c.name == "extend":
+        value = c.run.element(value, 0)
+    new = (*items, *added) if items is not None and added is not None else None
+    c.run.set(c.owner.attrs, "#items", None if c.run.loops else new)  # how often is not known
+    old = c.owner.fact("element")
+    c.run.set(c.owner.attrs, "#element", value if old is None else join(old, value))
+    c.run.set(c.owner.attrs, "#taint", c.owner.taint | value.taint)
+    c.owner.deps |= value.deps
+    if value.kind in ("model", "ddp", "fsdp", "optimizer"):
+        c.owner.deps |= {value}
+    return constant(None)
+
+
+@known("clear pop popleft remove update setdefault", of="list dict")
+def _change(c: KnownCall) -> Value:
+    c.run.set(c.owner.attrs, "#items", None)
+    if c.name == "update":
+        c.run.set(c.owner.attrs, "#entries", None)
+    return c.run.element(c.owner, 0)  # type: ignore[no-any-return]
+
+
+@known("get items values", of="dict")
+def _of_dict(c: KnownCall) -> Value | None:
+    entries = c.owner.fact("entries")
+    if c.name == "get" and c.args and c.args[0].is_known and entries is not None:
+        default = c.args[1] if len(c.args) > 1 else constant(None)
+        found: Value = entries.get(str(c.args[0].const), default)
+        return found
+    if c.name == "items":
+        part = sequence((unknown(Taint.NONE), c.run.element(c.owner, 0)), "tuple")
+        return Value("list", taint=c.owner.taint, deps=c.owner.deps, attrs={"#element": part})
+    return sequence(entries.values()) if c.name == "values" and entries is not None else None
+
+
+@known("*", of="state loaded")
+def _state(c: KnownCall) -> Value:
+    return unknown(c.owner.taint) if c.name in ("items", "keys", "values") else copied(c.owner)
+
+
+def copied(value: Value) -> Value:
+    """Return another object of which the same is known."""
     return Value(
-        c.owner.kind, ref=c.owner.ref, taint=c.owner.taint, deps=c.owner.deps, attrs=dict(c.owner.attrs)
+        value.kind, value.const, value.taint, value.ref, value.deps, value.node, attrs=dict(value.attrs)
     )
 
 
-def _tensor(c: KnownCall) -> Value | None:
-    owner: Value = c.owner
-    if c.name in ("detach", "contiguous", "flatten", "view", "data_ptr"):
-        if c.name == "detach" and c.owner.deps:
-            return Value("tensor", taint=c.owner.taint, node=c.owner.node, attrs={**c.owner.attrs})
-        return c.owner if c.name != "data_ptr" else unknown()
-    if c.name == "item":
-        value = unknown(c.owner.taint)
-        value.attrs["#number"] = True
-        value.node = c.owner.node
-        return value
-    if c.name == "requires_grad_":
-        c.run.emit("requires_grad", c.node, target=c.owner, value=c.args[0] if c.args else constant(True))
-        return owner
-    if c.name in ("to", "cuda"):
-        _device_of(c)
-        return owner
-    if c.name == "register_post_accumulate_grad_hook" or c.name == "register_hook":
-        c.run.emit("grad", c.node)
-    return None
+@known("detach", of="tensor")
+def _detach(c: KnownCall) -> Value:
+    if c.owner.deps:
+        return Value("tensor", taint=c.owner.taint, node=c.owner.node, attrs={**c.owner.attrs})
+    return _itself(c)
 
 
-def _environ(c: KnownCall) -> Value | None:
-    if c.name in ("get", "pop") and c.args:
-        return read_environment(c.run, c.owner, c.args[0], c.args[1] if len(c.args) > 1 else constant(None))
-    if c.name == "setdefault":
-        return read_environment(c.run, c.owner, c.args[0], None)
-    return None
+@known("item", of="tensor")
+def _item(c: KnownCall) -> Value:
+    value = unknown(c.owner.taint, node=c.owner.node)
+    value.attrs["#number"] = True
+    return value
 
 
-def _accelerator(c: KnownCall) -> Value | None:
-    if c.name == "prepare":
-        escape(c.run, c.args)
-        ready = [unknown(deps=arg.deps) for arg in c.args]
-        return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
-    collectives = {
-        "wait_for_everyone": "barrier",
-        "gather": "gather",
-        "gather_for_metrics": "gather",
-        "reduce": "reduce",
-    }
-    if c.name in collectives:
-        c.run.emit("coll", c.node, op=f"accelerator.{c.name}", via="framework")
-        return unknown(Taint.NONE)
-    return unknown()
+@known("register_post_accumulate_grad_hook register_hook", of="tensor")
+def _hook(c: KnownCall) -> None:
+    c.run.emit("grad", c.node)
 
 
-def _group(c: KnownCall) -> Value | None:
-    if c.name in ("size", "rank"):
-        members = c.owner.fact("members")
-        if members is not None and c.run.place.rank in members:
-            return (
-                constant(len(members))
-                if c.name == "size"
-                else constant(members.index(c.run.place.rank), Taint.RANK)
-            )
+@known("get pop setdefault", of="environ")
+def _variable(c: KnownCall) -> Value | None:
+    if not c.args:
+        return None
+    default = c.args[1] if len(c.args) > 1 else constant(None)
+    return read_environment(c.run, c.owner, c.args[0], None if c.name == "setdefault" else default)
+
+
+@known("prepare", of="accelerator")
+def _prepare(c: KnownCall) -> Value:
+    escape(c.run, c.args)
+    ready = [unknown(deps=arg.deps) for arg in c.args]
+    return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
+
+
+@known("wait_for_everyone gather gather_for_metrics reduce", of="accelerator")
+def _framework_collective(c: KnownCall) -> Value:
+    c.run.emit("coll", c.node, op=f"accelerator.{c.name}", via="framework")
+    return unknown(Taint.NONE)
+
+
+@known("size rank", of="group")
+def _group(c: KnownCall) -> Value:
+    members, rank = c.owner.fact("members"), c.run.place.rank
+    if members is None or rank not in members:
         return unknown(Taint.RANK if c.name == "rank" else Taint.NONE)
-    return None
+    return constant(len(members)) if c.name == "size" else constant(members.index(rank), Taint.RANK)
 
 
-def _mesh(c: KnownCall) -> Value | None:
-    if c.name in ("get_group", "get_all_groups"):
-        return make(c.run, "group", c.node, members=None)
-    if c.name in ("get_local_rank", "get_rank", "get_coordinate"):
-        return unknown(Taint.RANK)
-    if c.name == "size":
-        return unknown(Taint.NONE)
-    return Value("mesh")
+@known("manual_seed", of="generator")
+def _manual_seed(c: KnownCall) -> Value:
+    c.run.set(c.owner.attrs, "#seeded", mix(c.args))
+    return _itself(c)
 
 
-def _iterator(c: KnownCall) -> Value | None:
-    return c.owner if c.name in ("set_description", "set_postfix", "update") else None
+@known("enter_context push", of="holder")
+def _enter_context(c: KnownCall) -> Value | None:
+    from paceline.lint import library  # which is built on this file
+
+    if not c.args:
+        return None
+    library.enter(c.run, Value("union", ref=(c.args[0], unknown())), c.node)
+    return c.args[0].attrs.get("#as", c.args[0])  # type: ignore[no-any-return]
 
 
-def _generator(c: KnownCall) -> Value | None:
-    owner: Value = c.owner
-    if c.name == "manual_seed":
-        c.run.set(c.owner.attrs, "#seeded", mix(c.args))
-        return owner
-    return None
-
-
-def _holder(c: KnownCall) -> Value | None:
-    if c.name in ("enter_context", "push") and c.args:
-        from paceline.lint import library  # which is built on this file
-
-        library.enter(c.run, Value("union", ref=(c.args[0], unknown())), c.node)
-        return c.args[0].attrs.get("#as", c.args[0])  # type: ignore[no-any-return]
-    return None
-
-
-def _dataset(c: KnownCall) -> Value | None:
-    values = c.values
-    if c.name == "shard":
-        index, count = c.pick(1, "index"), c.pick(0, "num_shards")
-        result = make(c.run, "dataset", c.node, [c.owner, *values])
-        if index is not None and count is not None and Taint.RANK in index.taint:
-            result.attrs["#split"] = True
-        return result
-    if c.name in (
-        "map",
-        "filter",
-        "shuffle",
-        "with_format",
-        "select",
-        "remove_columns",
-        "take",
-        "skip",
-        "batched",
-    ):
-        result = make(c.run, "dataset", c.node, [c.owner, *values])
+@known("shard map filter shuffle with_format select remove_columns take skip batched", of="dataset")
+def _dataset(c: KnownCall) -> Value:
+    result = make(c.run, "dataset", c.node, [c.owner, *c.values])
+    index, count = c.pick(1, "index"), c.pick(0, "num_shards")
+    if c.name != "shard":
         result.attrs["#iterable"] = c.owner.fact("iterable")
-        return result
-    if c.name == "train_test_split":
-        return Value("dict", attrs={"#element": c.owner})
-    return None
+    elif index is not None and count is not None and Taint.RANK in index.taint:
+        result.attrs["#split"] = True
+    return result
 
 
-def _join(c: KnownCall) -> Value | None:
-    return join_items(c.args) if c.name == "wait" and c.args else None
+def _itself(c: KnownCall) -> Value:
+    owner: Value = c.owner
+    return owner
 
 
-_METHODS = {
-    "model": _model,
-    "ddp": _model,
-    "fsdp": _model,
-    "dp": _model,
-    "loader": _loader,
-    "sampler": _loader,
-    "holder": _holder,
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
-    "scaler": _scaler,
-    "list": _list,
-    "dict": _list,
-    "state": _state,
-    "loaded": _state,
-    "tensor": _tensor,
-    "environ": _environ,
-    "accelerator": _accelerator,
-    "group": _group,
-    "mesh": _mesh,
-    "iterator": _iterator,
-    "progress": _iterator,
-    "generator": _generator,
-    "dataset": _dataset,
-    "join": _join,
-}
+# Kinds of owners, names of methods, and what they return.
+_SIMPLE: tuple[tuple[str, str, Handler], ...] = (
+    (_MODULES, "half bfloat16 float double train eval apply", _itself),
+    (_MODULES, "no_sync", lambda c: Value("no_sync", ref=c.owner)),
+    ("ddp", "join", lambda c: Value("join")),
+    ("optimizer", "state_dict", lambda c: Value("state", ref=c.owner)),
+    ("optimizer", "load_state_dict", lambda c: unknown()),
+    ("accelerator scaler", "*", lambda c: unknown()),
+    ("scheduler", "get_last_lr", lambda c: unknown(Taint.NONE)),
+    ("list dict", "sort reverse", lambda c: c.run.element(c.owner, 0)),
+    ("tensor", "contiguous flatten view", _itself),
+    ("tensor", "data_ptr", lambda c: unknown()),
+    ("mesh", "get_group get_all_groups", lambda c: make(c.run, "group", c.node, members=None)),
+    ("mesh", "get_local_rank get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
+    ("mesh", "size", lambda c: unknown(Taint.NONE)),
+    ("mesh", "*", lambda c: Value("mesh")),
+    ("iterator progress", "set_description set_postfix update", _itself),
+    ("dataset", "train_test_split", lambda c: Value("dict", attrs={"#element": c.owner})),
+    ("scaler", "update", lambda c: constant(None)),
+)
+for _kinds, _names, _handler in _SIMPLE:
+    known(_names, _kinds)(_handler)

@@ -210,15 +210,7 @@ def call_copied(run: Any, first: Value, node: ast.AST) -> Value:
         value.ref = first.ref
         value.attrs.update({name: part for name, part in first.attrs.items() if not name.startswith("#")})
         return value
-    return Value(
-        first.kind,
-        const=first.const,
-        taint=first.taint,
-        ref=first.ref,
-        deps=first.deps,
-        node=node,
-        attrs=dict(first.attrs),
-    )
+    return methods.copied(first)
 
 
 @known("*.tqdm")
