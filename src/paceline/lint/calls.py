@@ -7,64 +7,40 @@ from typing import Any
 
 from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit, known_length
 from paceline.lint.names import canonical
-from paceline.lint.values import Taint, Value, constant, mix, unknown
+from paceline.lint.values import Taint, Value, constant, mix, unknown, words
 
-# Position of the tensor that is written, of the group, and of the source or destination.
-COLLECTIVES: dict[str, tuple[int, int, int]] = {
-    "all_reduce": (0, 2, -1),
-    "broadcast": (0, 2, 1),
-    "reduce": (0, 3, 1),
-    "all_gather": (0, 2, -1),
-    "all_gather_into_tensor": (0, 2, -1),
-    "all_gather_object": (0, 2, -1),
-    "all_gather_coalesced": (0, 2, -1),
-    "gather": (1, 3, 2),
-    "gather_object": (1, 3, 2),
-    "scatter": (0, 3, 2),
-    "scatter_object_list": (0, 3, 2),
-    "broadcast_object_list": (0, 2, 1),
-    "reduce_scatter": (0, 3, -1),
-    "reduce_scatter_tensor": (0, 3, -1),
-    "all_to_all": (0, 2, -1),
-    "all_to_all_single": (0, 4, -1),
-    "barrier": (-1, 0, -1),
-    "monitored_barrier": (-1, 0, -1),
-}
-_SOURCE_NAMES = {"broadcast", "broadcast_object_list", "scatter", "scatter_object_list"}
-_FIRST_NAMES = {
-    "all_gather": "tensor_list",
-    "all_gather_object": "object_list",
-    "all_gather_into_tensor": "output_tensor",
-    "broadcast_object_list": "object_list",
-    "gather": "gather_list",
-    "gather_object": "object_gather_list",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
-    "all_to_all": "output_tensor_list",
-    "all_to_all_single": "output",
+# Positions of the tensor that is written, of the group and of the source or destination; the name of the first.
+COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
+    "all_reduce": (0, 2, -1, "tensor"),
+    "broadcast": (0, 2, 1, "tensor"),
+    "reduce": (0, 3, 1, "tensor"),
+    "all_gather": (0, 2, -1, "tensor_list"),
+    "all_gather_into_tensor": (0, 2, -1, "output_tensor"),
+    "all_gather_object": (0, 2, -1, "object_list"),
+    "all_gather_coalesced": (0, 2, -1, "tensor"),
+    "gather": (1, 3, 2, "gather_list"),
+    "gather_object": (1, 3, 2, "object_gather_list"),
+    "scatter": (0, 3, 2, "tensor"),
+    "scatter_object_list": (0, 3, 2, "tensor"),
+    "broadcast_object_list": (0, 2, 1, "object_list"),
+    "reduce_scatter": (0, 3, -1, "output"),
+    "reduce_scatter_tensor": (0, 3, -1, "output"),
+    "all_to_all": (0, 2, -1, "output_tensor_list"),
+    "all_to_all_single": (0, 4, -1, "output"),
+    "barrier": (-1, 0, -1, ""),
+    "monitored_barrier": (-1, 0, -1, ""),
 }
 # What these get, they don't change, wrap or keep for training.
-_HARMLESS_TEXT = """
+_HARMLESS = words("""
     torch numpy math os sys json re time random itertools functools collections pathlib logging builtins
     string operator contextlib io typing warnings shutil glob copy datetime argparse dataclasses pickle
     csv gzip tempfile socket subprocess threading gc signal traceback enum abc inspect platform uuid
     hashlib statistics types weakref queue PIL pandas scipy sklearn matplotlib yaml tqdm wandb psutil
     tensorboard torchvision tokenizers tiktoken h5py pyarrow safetensors huggingface_hub omegaconf rich
     termcolor cv2 einops tensorboardX
-"""
-_HARMLESS = set(_HARMLESS_TEXT.split())
+""")
 _CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns"}
-_RANDOM = {
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "normal",
-    "bernoulli",
-    "multinomial",
-    "rand_like",
-    "randn_like",
-}
+_RANDOM = words("rand randn randint randperm normal bernoulli multinomial rand_like randn_like")
 _FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn"}
 
 
@@ -113,17 +89,8 @@ def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value
         taint |= Taint.LOCAL
     elif last in ("getpid", "gethostname", "uuid4", "node", "mkdtemp", "get_ident"):
         taint |= Taint.RANK | Taint.LOCAL
-    elif root in ("subprocess", "socket", "pickle", "glob", "os", "pathlib") and last not in (
-        "join",
-        "basename",
-        "dirname",
-        "splitext",
-        "abspath",
-        "expanduser",
-        "Path",
-        "fspath",
-        "str",
-        "makedirs",
+    elif root in ("subprocess", "socket", "pickle", "glob", "os", "pathlib") and last not in words(
+        "join basename dirname splitext abspath expanduser Path fspath str makedirs"
     ):
         taint |= Taint.UNKNOWN
     kind = "tensor" if root == "torch" and head in ("torch", "F") else ""
@@ -160,10 +127,14 @@ def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
 
 
 def _collective(c: KnownCall) -> Value:
-    out_at, group_at, source_at = COLLECTIVES[c.name]
+    out_at, group_at, source_at, first = COLLECTIVES[c.name]
     group = c.pick(group_at, "group")
-    source = c.pick(source_at, "src" if c.name in _SOURCE_NAMES else "dst") if source_at >= 0 else None
-    out = c.pick(out_at, _FIRST_NAMES.get(c.name, "tensor")) if out_at >= 0 else None
+    source = (
+        c.pick(source_at, "src" if c.name.startswith(("broadcast", "scatter")) else "dst")
+        if source_at >= 0
+        else None
+    )
+    out = c.pick(out_at, first) if out_at >= 0 else None
     data: dict[str, Any] = {"op": c.name, "group": group, "source": source, "via": "", "out": out}
     if c.name == "all_reduce":
         data["reduce_op"] = c.pick(1, "op")

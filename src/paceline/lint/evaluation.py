@@ -16,23 +16,21 @@ from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
 
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-}
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+_OPERATORS = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mult": operator.mul,
+    "Div": operator.truediv,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "BitAnd": operator.and_,
+    "BitOr": operator.or_,
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "LtE": operator.le,
+    "Gt": operator.gt,
+    "GtE": operator.ge,
 }
 _BUILTINS = set(dir(builtins))
 _LONGEST = 10_000
@@ -308,14 +306,14 @@ class Evaluator:
         for side in (left, right):
             library.refuse_result_of_collective(self, side, node)
         taint, deps = left.taint | right.taint, left.deps | right.deps
-        if left.is_known and right.is_known and type(op) in _BINARY:
+        if left.is_known and right.is_known and type(op).__name__ in _OPERATORS:
             try:
                 if not (
                     isinstance(left.const, (str, tuple, list))
                     and isinstance(right.const, int)
                     and right.const > _LONGEST
                 ):
-                    result = Value(const=_BINARY[type(op)](left.const, right.const), taint=taint)
+                    result = Value(const=_OPERATORS[type(op).__name__](left.const, right.const), taint=taint)
                     library.keep_facts(result, left, op, right)
                     return result
             except Exception:
@@ -371,7 +369,7 @@ class Evaluator:
             return result
         if left.is_known and right.is_known:
             try:
-                return Value(const=_COMPARE[type(op)](left.const, right.const), taint=taint)
+                return Value(const=_OPERATORS[type(op).__name__](left.const, right.const), taint=taint)
             except Exception:
                 pass
         result = unknown(taint)

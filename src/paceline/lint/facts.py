@@ -7,24 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
 if TYPE_CHECKING:
     from paceline.lint.evaluation import Evaluator
 
 _INHERITED = ("uneven", "split", "even")
-_OBJECTS = {
-    "loader",
-    "sampler",
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "model",
-    "ddp",
-    "fsdp",
-    "dataset",
-    "instance",
-}
+_OBJECTS = words("loader sampler optimizer scheduler scaler model ddp fsdp dataset instance")
 _MOST_JOINED = 8
 _MOST_ITEMS = 64
 

@@ -21,7 +21,7 @@ from paceline.lint.facts import (
     take_slice,
 )
 from paceline.lint.names import canonical
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
 if TYPE_CHECKING:
     from paceline.lint.interpreter import Interpreter as Run
@@ -30,8 +30,7 @@ HANDLERS = python_calls, torch_calls  # which register what they know
 __all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
 # Other values don't mean other sizes.
-_SIZES_TEXT = "shape size ndim dim numel dtype device requires_grad is_cuda stride element_size"
-SIZES = set(_SIZES_TEXT.split())
+SIZES = words("shape size ndim dim numel dtype device requires_grad is_cuda stride element_size")
 _NEXT = frozenset({"next"})
 
 
@@ -50,6 +49,10 @@ def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) ->
     return join_items(found) if found else unknown()
 
 
+def _each_but_none(value: Value, do: Callable[[Value], Value]) -> Value:
+    return join_items([do(one) for one in value.ref if not one.is_none])
+
+
 def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     """Return an attribute."""
     refuse_result_of_collective(run, owner, node)
@@ -59,7 +62,7 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
         found: Value | None = owner.ref.names.get(name)
         return found if found is not None else unknown()
     if owner.kind == "union":
-        return join_items([get_attribute(run, one, name, node) for one in owner.ref if not one.is_none])
+        return _each_but_none(owner, lambda one: get_attribute(run, one, name, node))
     if name in owner.attrs:
         value: Value = owner.attrs[name]
         return value
@@ -150,7 +153,7 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     """Return an element."""
     refuse_result_of_collective(run, owner, node)
     if owner.kind == "union":
-        return join_items([get_item(run, one, key, node) for one in owner.ref if not one.is_none])
+        return _each_but_none(owner, lambda one: get_item(run, one, key, node))
     if owner.kind == "environ":
         return methods.read_environment(run, owner, key, None)
     if key.kind == "slice":
@@ -189,8 +192,7 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
 def iterate(run: Any, source: Value, node: ast.AST) -> Value:
     """Return what a loop over a value gives in a round."""
     if source.kind == "union":
-        found = [iterate(run, one, node) for one in source.ref if not one.is_none]
-        return join_items(found)
+        return _each_but_none(source, lambda one: iterate(run, one, node))
     if source.kind == "enumerate":
         return sequence((unknown(Taint.NONE), iterate(run, source.ref, node)), "tuple")
     if source.kind == "zip":

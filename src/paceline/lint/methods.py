@@ -17,29 +17,19 @@ from paceline.lint.facts import (
     known_items,
     make,
 )
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
 _MODULES = "model ddp fsdp dp"
-RANK_WORDS = {
-    "RANK": "rank",
-    "LOCAL_RANK": "local_rank",
-    "WORLD_SIZE": "world",
-    "LOCAL_WORLD_SIZE": "local_world",
-    "GROUP_RANK": "node",
-    "NODE_RANK": "node",
-    "SLURM_PROCID": "rank",
-    "SLURM_LOCALID": "local_rank",
-    "SLURM_NTASKS": "world",
-    "SLURM_NPROCS": "world",
-    "SLURM_NODEID": "node",
-    "SLURM_NNODES": "num_nodes",
-    "OMPI_COMM_WORLD_RANK": "rank",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
-    "OMPI_COMM_WORLD_SIZE": "world",
-    "PMI_RANK": "rank",
-    "PMI_SIZE": "world",
+_WORDS_OF = {
+    "rank": "RANK SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK",
+    "local_rank": "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK",
+    "world": "WORLD_SIZE SLURM_NTASKS SLURM_NPROCS OMPI_COMM_WORLD_SIZE PMI_SIZE",
+    "local_world": "LOCAL_WORLD_SIZE",
+    "node": "GROUP_RANK NODE_RANK SLURM_NODEID",
+    "num_nodes": "SLURM_NNODES",
 }
+RANK_WORDS = {word: field for field, text in _WORDS_OF.items() for word in text.split()}
 _OF_ALL = {"world", "local_world", "num_nodes"}
 
 
@@ -212,15 +202,8 @@ def _add_argument(owner: Value, args: list[Value], kwargs: dict[str, Value]) -> 
 
 def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value | None:
     values = [*args, *kwargs.values()]
-    if all(value.is_known for value in values) and name in (
-        "format",
-        "join",
-        "lower",
-        "upper",
-        "strip",
-        "startswith",
-        "endswith",
-        "replace",
+    if all(value.is_known for value in values) and name in words(
+        "format join lower upper strip startswith endswith replace"
     ):
         try:
             return Value(

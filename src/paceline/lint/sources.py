@@ -15,20 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.lint.values import words
 
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore(?:\[([^\]]*)\])?")
-_SKIPPED = {
-    ".git",
-    ".venv",
-    "venv",
-    "node_modules",
-    "__pycache__",
-    "build",
-    "dist",
-    "site-packages",
-    ".tox",
-    ".mypy_cache",
-}
+_SKIPPED = words(".git .venv venv node_modules __pycache__ build dist site-packages .tox .mypy_cache")
 _LEVELS = ("error", "warning", "advice", "off")
 _MAGIC = re.compile(r"\s*[%!?]")
 

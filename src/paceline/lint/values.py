@@ -118,6 +118,11 @@ def unknown(taint: Taint = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.
     return Value(taint=taint, deps=frozenset(deps), node=node)
 
 
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
 def sequence(items: Iterable[Value], kind: str = "list") -> Value:
     """Return a list or tuple of known length."""
     items = tuple(items)

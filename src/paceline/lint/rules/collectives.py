@@ -11,19 +11,12 @@ from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
-from paceline.lint.values import Taint, Value, WitnessPlace
+from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
-_BROAD = {
-    None,
-    "Exception",
-    "BaseException",
-    "RuntimeError",
-    "OutOfMemoryError",
-    "CudaError",
-    "AcceleratorError",
-    "DistBackendError",
-}
+_BROAD = words(
+    "None Exception BaseException RuntimeError OutOfMemoryError CudaError AcceleratorError DistBackendError"
+)
 _SIZED = {"all_reduce", "broadcast", "reduce", "all_gather"}
 
 
@@ -369,7 +362,7 @@ def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 if "raise" in ends or "break" in ends or list_tokens(arm, witness.place):
                     continue
                 names = _names(handler.type)
-                if names & {str(one) for one in _BROAD}:
+                if names & _BROAD:
                     saw = f"`except {', '.join(sorted(names - {'None'}))}`".replace(" `", "`")
                     yield Spot(
                         handler,

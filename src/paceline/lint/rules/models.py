@@ -8,18 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
 from paceline.lint.trace import BranchItem, TraceEvent, events, walk
-from paceline.lint.values import Value
+from paceline.lint.values import Value, words
 
-_WITH_PARAMETERS_TEXT = """
+_WITH_PARAMETERS = words("""
     Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Embedding
     EmbeddingBag LayerNorm RMSNorm GroupNorm LSTM GRU MultiheadAttention TransformerEncoderLayer
-"""
-_WITH_PARAMETERS = set(_WITH_PARAMETERS_TEXT.split())
+""")
 _WALKS = re.compile(
     r"\b(children|modules|named_children|named_modules|parameters|named_parameters|__dict__|_modules|vars|getattr|eval|exec)\b"
 )
 # A method of these names is nn.Module's on the wrapper too.
-_OF_MODULE_TEXT = """
+_OF_MODULE = words("""
     forward train eval parameters named_parameters modules named_modules children named_children buffers
     named_buffers state_dict load_state_dict to cuda cpu half float double bfloat16 type apply zero_grad
     requires_grad_ training device module no_sync join register_buffer register_parameter
@@ -29,8 +28,7 @@ _OF_MODULE_TEXT = """
     require_backward_grad_sync broadcast_buffers dim reducer logger static_graph gradient_as_bucket_view
     clip_grad_norm_ xpu to_empty set_extra_state get_extra_state device_type
     register_state_dict_pre_hook parameters_to_ignore
-"""
-_OF_MODULE = set(_OF_MODULE_TEXT.split())
+""")
 
 
 @rule("PL054")
