@@ -50,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    from paceline.lint.check_sources import check_sources
+    from paceline.lint.check import check_sources
     from paceline.lint.sources import read_sources
 
     sources = list(read_sources(args.paths, sys.stdin.read))

@@ -9,7 +9,7 @@ from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit, know
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, mix, unknown, words
 
-# Positions of the tensor that is written, of the group and of the source or destination; the name of the first.
+# Positions of the tensor that is written, of the group and of the source or destination; the first name.
 COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
     "all_reduce": (0, 2, -1, "tensor"),
     "broadcast": (0, 2, 1, "tensor"),

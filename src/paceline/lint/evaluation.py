@@ -6,6 +6,7 @@ import ast
 import builtins
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import library
@@ -107,12 +108,10 @@ class Evaluator:
         frame: ScriptFrame | None = self.frame
         while frame is not None:
             if node.id in frame.names and not (frame is not self.frame and frame.is_class):
-                found: Value = frame.names[node.id]
-                return found
+                return frame.names[node.id]
             frame = frame.outer
         if node.id in self.frame.module.names:
-            value: Value = self.frame.module.names[node.id]
-            return value
+            return self.frame.module.names[node.id]
         if node.id in _BUILTINS:
             return Value("lib", ref="builtins." + node.id)
         return unknown()
@@ -134,31 +133,15 @@ class Evaluator:
         value = self.eval(node.value)
         return Value("*", ref=value, taint=value.taint, deps=value.deps)
 
-    def _eval_tuple(self, node: ast.Tuple) -> Value:
-        return self._sequence(node.elts, "tuple")
-
-    def _eval_list(self, node: ast.List) -> Value:
-        return self._sequence(node.elts, "list")
-
-    _eval_set = _eval_list
-
-    def _sequence(self, elements: Sequence[ast.expr], kind: str) -> Value:
-        items: list[Value] = []
-        known = True
-        for element in elements:
-            value = self.eval(element)
-            if value.kind == "*":
-                if value.ref.items is not None:
-                    items += value.ref.items
-                else:
-                    known = False
-                    items.append(value.ref)
-            else:
-                items.append(value)
-        result = sequence(items, kind)
-        if not known:
+    def _eval_list(self, node: ast.List | ast.Tuple | ast.Set) -> Value:
+        parts = [self.eval(element) for element in node.elts]
+        items = [item for part in parts for item in spread(part)]
+        result = sequence(items, "tuple" if isinstance(node, ast.Tuple) else "list")
+        if any(part.kind == "*" and part.ref.items is None for part in parts):
             result.attrs["#items"] = None
         return result
+
+    _eval_set = _eval_tuple = _eval_list
 
     def _eval_dict(self, node: ast.Dict) -> Value:
         entries: dict[str, Value] | None = {}
@@ -226,17 +209,23 @@ class Evaluator:
         truth = self.truth(condition)
         if truth is not None:
             return self.eval(node.body if truth else node.orelse)
+        found = self.fork_values(
+            node, condition, [partial(self.eval, node.body), partial(self.eval, node.orelse)]
+        )
+        return join(found[0], found[1], condition.taint & (Taint.LOCAL | Taint.RANK))
+
+    def fork_values(
+        self, node: ast.AST, condition: Value, arms: Sequence[Callable[[], Value]]
+    ) -> list[Value]:
+        """Return what several arms give from the same state."""
         found: list[Value] = []
 
-        def arm(part: ast.expr) -> Callable[[], frozenset[str]]:
-            def run() -> frozenset[str]:
-                found.append(self.eval(part))
-                return frozenset({"next"})
+        def run(arm: Callable[[], Value]) -> frozenset[str]:
+            found.append(arm())
+            return frozenset({"next"})
 
-            return run
-
-        self.fork(node, condition, [arm(node.body), arm(node.orelse)])
-        return join(found[0], found[1], condition.taint & (Taint.LOCAL | Taint.RANK))
+        self.fork(node, condition, [partial(run, arm) for arm in arms])
+        return found
 
     def _eval_boolop(self, node: ast.BoolOp) -> Value:
         stops = isinstance(node.op, ast.Or)
@@ -263,16 +252,10 @@ class Evaluator:
         return result
 
     def _fork_rest(self, node: ast.BoolOp, first: Value, rest: list[ast.expr], stops: bool) -> Value:
-        found: list[Value] = []
-
-        def run() -> frozenset[str]:
-            part = rest[0] if len(rest) == 1 else ast.copy_location(ast.BoolOp(node.op, rest), node)
-            found.append(self.eval(part))
-            return frozenset({"next"})
-
-        arms: list[Callable[[], frozenset[str]]] = [run, lambda: frozenset({"next"})]
-        self.fork(node, first, arms[::-1] if stops else arms)
-        other = found[0]
+        part = rest[0] if len(rest) == 1 else ast.copy_location(ast.BoolOp(node.op, rest), node)
+        arms: list[Callable[[], Value]] = [partial(self.eval, part), lambda: first]
+        found = self.fork_values(node, first, arms[::-1] if stops else arms)
+        other = found[-1 if stops else 0]
         if other.is_known and bool(other.const) is stops and not isinstance(first.const, type(None)):
             return Value(const=other.const, taint=first.taint | other.taint) if stops else other
         result = unknown(first.taint | other.taint)
@@ -479,6 +462,13 @@ class Evaluator:
             assert isinstance(node.func, ast.Attribute)
             return library.call_method(self, owner, node.func.attr, args, kwargs, node)
         return library.call(self, callee, args, kwargs, node)
+
+
+def spread(value: Value) -> Sequence[Value]:
+    """Return what an element of a list or of arguments stands for: several, where it has a star."""
+    if value.kind != "*":
+        return [value]
+    return value.ref.items if value.ref.items is not None else [value.ref]
 
 
 def unknown_bool(seen: list[Value], last: Value, stops: bool) -> Value:

@@ -297,14 +297,10 @@ class Interpreter(Evaluator):
         self.out.append(ExitItem(node, self.frame.module.path, kind))
         return frozenset({kind})
 
-    def _run_break(self, node: ast.Break) -> frozenset[str]:
-        return self._leave("break", node)
+    def _run_break(self, node: ast.Break | ast.Continue | ast.Raise) -> frozenset[str]:
+        return self._leave(type(node).__name__.lower(), node)
 
-    def _run_continue(self, node: ast.Continue) -> frozenset[str]:
-        return self._leave("continue", node)
-
-    def _run_raise(self, node: ast.Raise) -> frozenset[str]:
-        return self._leave("raise", node)
+    _run_continue = _run_raise = _run_break
 
     def _run_assert(self, node: ast.Assert) -> None:
         self.eval(node.test)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.lint import calls, methods, python_calls, torch_calls
+from paceline.lint import calls, known_calls, methods
 from paceline.lint.facts import (
     contains,
     deps_of,
@@ -26,26 +27,16 @@ from paceline.lint.values import Taint, Value, constant, join, mix, sequence, un
 if TYPE_CHECKING:
     from paceline.lint.interpreter import Interpreter as Run
 
-HANDLERS = python_calls, torch_calls  # which register what they know
+HANDLERS = known_calls  # which registers what it knows
 __all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
 # Other values don't mean other sizes.
 SIZES = words("shape size ndim dim numel dtype device requires_grad is_cuda stride element_size")
-_NEXT = frozenset({"next"})
 
 
 def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) -> Value:
     """Do something with each alternative, as arms of an unknown branch; return any of the results."""
-    found: list[Value] = []
-
-    def arm(one: Value) -> Callable[[], frozenset[str]]:
-        def run_arm() -> frozenset[str]:
-            found.append(do(one))
-            return _NEXT
-
-        return run_arm
-
-    run.fork(node, unknown(), [arm(one) for one in value.ref if not one.is_none])
+    found = run.fork_values(node, unknown(), [partial(do, one) for one in value.ref if not one.is_none])
     return join_items(found) if found else unknown()
 
 
@@ -239,40 +230,22 @@ def decorate(run: Any, decorator: ast.expr, value: Value) -> Value:
 def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
     """Enter a context; return what leaves it."""
 
-    def nothing() -> None:
-        pass
-
     if value.of_kind("no_sync"):
         run.no_sync.append(value)
         return run.no_sync.pop  # type: ignore[no-any-return]
-    if value.kind == "no_grad":
-        run.no_grad += 1
-
-        def leave() -> None:
-            run.no_grad -= 1
-
-        return leave
-    if value.of_kind("join"):
-        run.num_joins += 1
-
-        def unjoin() -> None:
-            run.num_joins -= 1
-
-        return unjoin
-    if value.kind == "device_context":
-        before, run.device_set = run.device_set, True
-
-        def restore() -> None:
-            run.device_set = before
-
-        return restore
+    states = {"no_grad": "no_grad", "join": "num_joins", "device_context": "device_set"}
+    state = states.get("join" if value.of_kind("join") else value.kind)
+    if state is not None:
+        before = getattr(run, state)
+        setattr(run, state, before + 1 if state != "device_set" else True)
+        return partial(setattr, run, state, before)
     if value.kind == "instance" and value.ref is not None:
         first, last = value.ref.find("__enter__"), value.ref.find("__exit__")
         if first is not None and first.kind == "func":
             value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
         if last is not None and last.kind == "func":
             return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
-    return nothing
+    return lambda: None
 
 
 def refuse_result_of_collective(run: Any, value: Value, node: ast.AST) -> None:

@@ -17,13 +17,13 @@ class Module:
         self.path = path
         self.tree = tree
         self.text = text
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, Value] = {}
 
 
 class ScriptFrame:
     """A call in progress: its names, and those of the functions around it."""
 
-    def __init__(self, names: dict[str, Any], module: Module, outer: ScriptFrame | None = None) -> None:
+    def __init__(self, names: dict[str, Value], module: Module, outer: ScriptFrame | None = None) -> None:
         self.names = names
         self.module = module
         self.outer = outer
@@ -47,7 +47,9 @@ class Function:
 class Class:
     """A class of the script."""
 
-    def __init__(self, node: ast.ClassDef, names: dict[str, Any], bases: list[Value], module: Module) -> None:
+    def __init__(
+        self, node: ast.ClassDef, names: dict[str, Value], bases: list[Value], module: Module
+    ) -> None:
         self.node = node
         self.names = names
         self.bases = bases
@@ -73,8 +75,7 @@ class Class:
         """Return a member."""
         for one in self.lineage():
             if name in one.names:
-                found: Value = one.names[name]
-                return found
+                return one.names[name]
         return None
 
 

@@ -89,3 +89,8 @@ def events(items: list[Item], *kinds: str) -> Iterator[TraceEvent]:
     for item in walk(items):
         if isinstance(item, TraceEvent) and item.kind in kinds:
             yield item
+
+
+def loops(items: list[Item]) -> Iterator[LoopItem]:
+    """Yield the loops."""
+    yield from (item for item in walk(items) if isinstance(item, LoopItem))

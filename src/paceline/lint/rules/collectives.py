@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
-from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent, loops
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
@@ -265,21 +265,9 @@ def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with collectives over data that was split by rank without making the parts equal."""
     yield from _of_code(witnesses, "PL004")
     for witness in witnesses:
-        for loop in _loops(witness.items):
+        for loop in loops(witness.items):
             if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
                 yield at(loop, "this loop has a collective, and its data are split by rank without padding.")
-
-
-def _loops(items: Sequence[Item]) -> Iterator[LoopItem]:
-    for item in items:
-        if isinstance(item, LoopItem):
-            yield item
-            yield from _loops(item.body)
-        elif isinstance(item, CallItem):
-            yield from _loops(item.body)
-        elif isinstance(item, BranchItem):
-            for arm in item.arms:
-                yield from _loops(arm)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule, trains
-from paceline.lint.trace import TraceEvent
+from paceline.lint.trace import TraceEvent, loops
 from paceline.lint.values import Taint, Value
 
 _SPLITS = re.compile(r"rank|world|replica|shard|node|num_parts|process_index", re.IGNORECASE)
@@ -164,10 +164,8 @@ def no_set_epoch(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             yield Spot(node, event.path, f"`{name_of(node)}` shuffles, and set_epoch is never called on it.")
 
 
-def _runs_once(witness: WitnessTrace, loops: tuple[int, ...]) -> bool:
-    from paceline.lint.rules.collectives import _loops
-
-    counts = [loop.count for loop in _loops(witness.items) if id(loop.node) in loops]
+def _runs_once(witness: WitnessTrace, around: tuple[int, ...]) -> bool:
+    counts = [loop.count for loop in loops(witness.items) if id(loop.node) in around]
     return bool(counts) and all(count is not None and count <= 1 for count in counts)
 
 

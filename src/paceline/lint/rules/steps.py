@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.lint.rules.collectives import _loops
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
-from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, walk
+from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, loops, walk
 from paceline.lint.values import Value
 
 
@@ -49,7 +48,7 @@ def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 def _rounds(witness: WitnessTrace) -> Iterator[tuple[LoopItem, list[TraceEvent]]]:
     """Yield each loop with the events in it."""
-    for loop in _loops(witness.items):
+    for loop in loops(witness.items):
         found = [item for item in walk(loop.body) if isinstance(item, TraceEvent)]
         yield loop, found
 
