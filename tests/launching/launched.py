@@ -211,9 +211,12 @@ class Launched:
 
     def helpers(self) -> tuple[int, int]:
         """Return the process ids of the keeper and the pump, the launcher's two children."""
-        children = psutil.Process(self.process.pid).children()
-        pump = next(child for child in children if any("pump.py" in word for word in child.cmdline()))
-        keeper = next(child for child in children if child != pump)
+        words = {}
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):
+                words[child] = child.cmdline()
+        pump = next(child for child in words if any("pump.py" in word for word in words[child]))
+        keeper = next(child for child in words if child != pump and "lint" not in words[child])
         return keeper.pid, pump.pid
 
     def wait_for_threads(self, seconds: float) -> None:

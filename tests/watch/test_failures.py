@@ -29,7 +29,7 @@ def at(mark: str) -> str:
 
 
 def run(folder: Path, how: str, *flags: str, nproc: int = 2) -> Launched:
-    words = ["--nproc-per-node", str(nproc), "--hang-after", "20", *flags, str(FALL), how]
+    words = ["--nproc-per-node", str(nproc), "--hang-after", "20", "--no-lint", *flags, str(FALL), how]
     return Launched(folder, paceline_run(*words))
 
 

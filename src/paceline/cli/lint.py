@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -124,21 +125,19 @@ def _fix(sources: Sequence[Any], findings: Sequence[Any], *, write: bool) -> int
     return count
 
 
-def lint_beside(script: str, *, as_json: bool, one_node: bool) -> subprocess.Popen[bytes] | None:
-    """Lint a script in a process beside the job that starts with it; None if it has nothing to do with ranks.
-
-    The caller keeps the result, so that the process is reaped.
-    """
+def lint_beside(script: str, *, as_json: bool, one_node: bool) -> None:
+    """Lint a script in a process beside the job that starts with it, if it has to do with ranks."""
     try:
         with open(script, "rb") as file:
             text = file.read(_MOST_BYTES)
         if not script.endswith(".py") or not (b"torch" in text or b"Accelerator" in text):
-            return None
+            return
         words = [sys.executable, "-m", "paceline", "lint", script, "--format", _BESIDE[as_json]]
         words += ["--one-node"] if one_node else []
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        beside = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     except OSError:
-        return None  # the job itself reports a script that cannot be read
+        return  # the job itself reports a script that cannot be read
+    threading.Thread(target=beside.wait, daemon=True, name="reap the linter").start()
 
 
 def _print_sum(findings: Sequence[Any], num_files: int, num_concerned: int) -> None:

@@ -383,7 +383,12 @@ def _cut(
         # Of other stages nothing is on the meta device any more. One whole tensor exists at a time.
         cut = {name: shape for name, shape in shapes.items() if name not in apart}
         cut_rows = partial(_cut_rows, cut, mesh.dp_shard) if is_sharded else lambda _, part: part
-        place_values(construction, device, lambda n, whole: cut_rows(n, placement.part(n, whole, whole)))
+
+        def keep(name: str, whole: Tensor) -> Tensor:
+            """Return what this rank keeps: trial forwards read the buffers of every stage."""
+            return cut_rows(name, placement.part(name, whole, whole)) if name in shapes else whole
+
+        place_values(construction, device, keep)
     if is_sharded:
         ahead = settings.shard.prefetch > 0
         stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=ahead, apart=apart)

@@ -14,8 +14,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from paceline.watch.protocol.report import WATCHING_THREAD, Frame
 
 SIGNAL = signal.SIGRTMAX - 3
@@ -36,6 +34,8 @@ def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
 
 def read_worker_stack(pid: int, path: Path) -> tuple[Frame, ...]:
     """Return the main thread's stack of a child that a process has forked, such as a loader's worker."""
+    import psutil  # ranks import this file, and nothing else than the standard library before their script
+
     with suppress(OSError, psutil.Error):
         for child in psutil.Process(pid).children():
             folder = Path(f"/proc/{child.pid}/fd")

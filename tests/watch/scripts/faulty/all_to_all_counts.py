@@ -16,8 +16,14 @@ def exchange(step, rank, size):
 
 def main():
     dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    total = torch.zeros(())
     for step in range(10):
-        exchange(step, dist.get_rank(), dist.get_world_size())
+        total += exchange(step, rank, size)
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"step {step}: {total.item():g} rows arrived")
     dist.destroy_process_group()
 
 

@@ -19,8 +19,11 @@ def dispatch(counts, width=16):
 
 def main():
     dist.init_process_group("gloo")
+    expert = torch.nn.Linear(16, 16)
     for step in range(8):
-        dispatch(torch.full((dist.get_world_size(),), 4 + step // 4))
+        tokens = dispatch(torch.full((dist.get_world_size(),), 4 + step // 4))
+        output = expert(tokens)
+        print(f"step {step}: {len(output)} tokens")
     dist.destroy_process_group()
 
 
