@@ -99,9 +99,7 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
     for run, module in runs:
         run.visited |= visited  # what only some ranks call has been seen where they call it
         _run_the_rest(run, module)
-    return [
-        WitnessTrace(run.place, run.trace, text, run.reads, run.num_unread_calls, spawns) for run, _ in runs
-    ]
+    return [WitnessTrace(run.place, run.trace, text, run.reads, spawns) for run, _ in runs]
 
 
 def _run_the_rest(run: Interpreter, module: Module) -> None:

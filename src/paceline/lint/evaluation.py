@@ -346,10 +346,7 @@ class Evaluator:
             found = library.contains(right, left)
             if found is not None:
                 return Value(const=found is isinstance(op, ast.In), taint=taint)
-            result = unknown(taint)
-            if right.kind == "environ":
-                result.attrs["#environ"] = True
-            return result
+            return unknown(taint)
         if left.is_known and right.is_known:
             try:
                 return Value(const=_OPERATORS[type(op).__name__](left.const, right.const), taint=taint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
@@ -240,7 +240,7 @@ class KnownCall:
     kwargs: dict[str, Value]
     node: ast.AST
     name: str
-    owner: Any = None
+    owner: Value = field(default_factory=unknown)
 
     def pick(self, index: int, name: str) -> Value | None:
         """Return an argument by position or name."""

@@ -87,7 +87,7 @@ class Interpreter(Evaluator):
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
-        data["spawned"] = self.is_spawned
+        data |= {"spawned": self.is_spawned, "started": self.is_started, "unread": self.num_unread_calls}
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event

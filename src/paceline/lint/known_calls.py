@@ -21,6 +21,8 @@ from paceline.lint.facts import (
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, mix, sequence, unknown
 
+_WRAPPERS = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "DataParallel": "dp"}
+
 
 @known("dist.init_process_group")
 def call_init(c: KnownCall) -> Value:
@@ -90,9 +92,7 @@ def call_mesh(c: KnownCall) -> Value:
 @known("parallel.DistributedDataParallel parallel.DataParallel fsdp.FullyShardedDataParallel")
 def call_wrap(c: KnownCall) -> Value:
     model = c.pick(0, "module") or unknown()
-    kind = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "DataParallel": "dp"}[
-        c.name
-    ]
+    kind = _WRAPPERS[c.name]
     value = make(c.run, kind, c.node)
     value.attrs["module"] = model
     value.deps = frozenset()
@@ -111,12 +111,9 @@ def call_wrap(c: KnownCall) -> Value:
         module=model,
         device_set=c.run.device_set,
         devices=c.pick(1, "device_ids"),
-        initialized=c.run.is_started,
-        unread=c.run.num_unread_calls,
         backend=c.run.backend,
         what=kind,
         extra="**" in c.kwargs,
-        device_id=c.kwargs.get("device_id"),
     )
     ids = c.pick(1, "device_ids") if kind == "ddp" else None
     for one in (ids.items or ()) if ids is not None else ():
@@ -159,7 +156,6 @@ def call_loader(c: KnownCall) -> Value:
         shuffle=shuffle,
         workers=workers,
         extra="**" in c.kwargs,
-        unread=c.run.num_unread_calls,
         args=c.values,
     )
     return value
@@ -202,15 +198,7 @@ def call_dataset(c: KnownCall) -> Value:
         value.start_taint |= Taint.RANK
     if c.name == "random_split":
         generator = c.kwargs.get("generator") or (c.args[2] if len(c.args) > 2 else None)
-        c.run.emit(
-            "random_split",
-            c.node,
-            generator=generator,
-            seed=c.run.seed,
-            unread=c.run.num_unread_calls,
-            value=value,
-        )
-        value.attrs["#split_draw"] = True
+        c.run.emit("random_split", c.node, generator=generator, seed=c.run.seed, value=value)
         source = c.args[0] if c.args else unknown()
         value.attrs["#read"] = bool(source.fact("read")) or source.kind == "dataset"
         return Value("list", taint=value.taint, attrs={"#element": value})
@@ -245,7 +233,7 @@ def call_amp(c: KnownCall) -> Value:
 
 @known("torch.save")
 def call_save(c: KnownCall) -> Value:
-    c.run.emit("save", c.node, value=c.pick(0, "obj"), target=c.pick(1, "f"), initialized=c.run.is_started)
+    c.run.emit("save", c.node, value=c.pick(0, "obj"), target=c.pick(1, "f"))
     return constant(None)
 
 
@@ -253,7 +241,7 @@ def call_save(c: KnownCall) -> Value:
 def call_load(c: KnownCall) -> Value:
     target = c.pick(0, "f") or unknown()
     mapped = c.pick(1, "map_location") is not None or "**" in c.kwargs
-    event = c.run.emit("load", c.node, target=target, mapped=mapped, initialized=c.run.is_started)
+    event = c.run.emit("load", c.node, target=target, mapped=mapped)
     return Value("loaded", taint=Taint.UNKNOWN | (target.taint & Taint.RANK), attrs={"#event": event})
 
 
@@ -411,23 +399,11 @@ def call_builtin(c: KnownCall) -> Value:
         names = list(c.run.frame.names.values())
         return Value("super", ref=c.args[1] if len(c.args) > 1 else names[0] if names else unknown())
     if c.name == "next":
-        return (
-            c.run.element(first.ref if first.kind == "iterator" else first, 0)
-            if first.kind != "iterator"
-            else call_next(c.run, first)
-        )
-    if c.name == "map" and len(c.args) > 1:
+        return call_next(c.run, first) if first.kind == "iterator" else c.run.element(first, 0)
+    if c.name in ("map", "filter") and len(c.args) > 1:
         element = c.run.element(c.args[1], 0)
-        return Value(
-            "list",
-            taint=mix(c.args),
-            deps=c.args[1].deps,
-            attrs={"#element": unknown(element.taint, element.deps)},
-        )
-    if c.name in ("filter",) and len(c.args) > 1:
-        return Value(
-            "list", taint=mix(c.args), deps=c.args[1].deps, attrs={"#element": c.run.element(c.args[1], 0)}
-        )
+        element = element if c.name == "filter" else unknown(element.taint, element.deps)
+        return Value("list", taint=mix(c.args), deps=c.args[1].deps, attrs={"#element": element})
     if c.name in ("min", "max", "sum", "abs", "round", "any", "all"):
         if all(arg.is_known for arg in c.args) and c.name in ("min", "max", "abs") and c.args:
             try:
@@ -484,12 +460,7 @@ def call_isinstance(one: Value, cls: Value) -> Value:
             return found[0]
         return unknown(Taint.NONE)
     names = {canonical(part.ref).rpartition(".")[2] for part in (cls.items or (cls,)) if part.kind == "lib"}
-    kinds = {
-        "DistributedDataParallel": "ddp",
-        "FullyShardedDataParallel": "fsdp",
-        "DataParallel": "dp",
-        "DistributedSampler": "sampler",
-    }
+    kinds = _WRAPPERS | {"DistributedSampler": "sampler"}
     if one.kind in ("ddp", "fsdp", "dp", "model") and names and names <= set(kinds):
         return constant(one.kind in {kinds[name] for name in names})
     return unknown(Taint.NONE)

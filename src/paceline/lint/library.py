@@ -286,7 +286,6 @@ def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value
         for name, field in kwargs.items():
             value.attrs[name] = field
         escape(run, [*args, *kwargs.values()])
-    run.emit("made", node, value=value)
     return value
 
 
@@ -298,8 +297,6 @@ def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], n
         return _call_script(run, callee, args, kwargs, node)
     if callee.kind == "class":
         return instantiate(run, callee, args, kwargs, node)
-    if callee.kind == "bound":
-        return call_method(run, callee.ref[0], callee.ref[1], args, kwargs, node)
     if callee.kind == "lib":
         return calls.call_library(run, callee.ref, args, kwargs, node)
     if callee.kind in ("model", "ddp", "fsdp", "dp"):
@@ -311,8 +308,6 @@ def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], n
     if callee.kind == "partial":
         function, first, named = callee.ref
         return call(run, function, [*first, *args], {**named, **kwargs}, node)
-    if callee.fact("mean_loss"):
-        return Value("tensor", taint=mix(args), deps=deps_of(args), node=node, attrs={"#mean": True})
     escape(run, [*args, *kwargs.values()])
     if callee.is_opaque and Taint.UNKNOWN in callee.taint and not callee.deps:
         run.num_unread_calls += 1
@@ -347,21 +342,14 @@ def call_method(
         return _call_super(run, owner, name, args, kwargs, node)
     if owner.kind in ("module", "class") or name in owner.attrs:
         member = get_attribute(run, owner, name, node)
-        if (
-            owner.kind == "class"
-            and member.kind == "func"
-            and member.fact("static") is None
-            and member.ref.node
-        ):
+        if owner.kind == "class" and member.kind == "func" and member.fact("static") is None:
             decorated = getattr(member.ref.node, "decorator_list", [])
             if any(getattr(one, "id", "") == "classmethod" for one in decorated):
-                return call(run, member, [owner, *args], kwargs, node)
+                args = [owner, *args]
         return call(run, member, args, kwargs, node)
-    if owner.kind in ("instance", "model", "dataset", "optimizer") and owner.script_class is not None:
-        member_or_none = owner.ref.find(name)
-        if member_or_none is not None:
-            member = get_attribute(run, owner, name, node)
-            return call(run, member, args, kwargs, node)
+    of_script = owner.kind in ("instance", "model", "dataset", "optimizer")
+    if of_script and owner.script_class is not None and owner.ref.find(name) is not None:
+        return call(run, get_attribute(run, owner, name, node), args, kwargs, node)
     result = methods.call(run, owner, name, args, kwargs, node)
     if result is not None:
         return result

@@ -73,23 +73,13 @@ def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value],
     values = [*args, *kwargs.values()]
     taint = mix(values)
     deps = deps_of(values) | model.deps | {model}
-    inner = model.attrs.get("module") if model.kind in ("ddp", "fsdp", "dp") else None
     is_mean = model.kind == "model" and isinstance(model.ref, str) and model.ref.endswith("Loss")
     if is_mean:
-        value = Value("tensor", taint=taint, deps=deps - {model}, node=node)
-        if model.fact("mean"):
-            value.attrs["#mean"] = True
-        return value
+        mean = {"#mean": model.fact("mean")}
+        return Value("tensor", taint=taint, deps=deps - {model}, node=node, attrs=mean)
+    shares = model.kind == "ddp" and model.fact("broadcast_buffers") is not False
     run.emit(
-        "forward",
-        node,
-        model=model,
-        has_grad=run.no_grad == 0,
-        buffers=buffers_of(model)
-        if model.kind == "ddp" and model.fact("broadcast_buffers") is not False
-        else False,
-        is_quiet=is_quiet(run, model),
-        inner=inner,
+        "forward", node, model=model, buffers=shares and buffers_of(model), is_quiet=is_quiet(run, model)
     )
     run.set(model.attrs, "#forward_quiet", is_quiet(run, model))
     return Value("tensor", taint=taint, deps=deps if run.no_grad == 0 else frozenset(), node=node)
@@ -140,7 +130,7 @@ def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
             return constant(number == 0, Taint.RANK)
     if owner.kind == "model" and name in ("weight", "bias"):
         return Value("tensor", deps=owner.deps | {owner}, node=node)
-    if owner.kind in ("tensor", "") and owner.kind == "tensor" and name == "shape":
+    if owner.kind == "tensor" and name == "shape":
         shape = owner.fact("shape")
         return (
             sequence((constant(one) for one in shape), "tuple")
@@ -183,9 +173,8 @@ def call(
         return unknown(Taint.NONE)
     if name in ("parse_args", "parse_known_args"):
         values = Value(taint=Taint.NONE, attrs={"#defaults": owner.fact("defaults") or {}})
-        for key in list(owner.fact("defaults") or {}):
-            if key in ("local_rank",):
-                values.attrs[key] = place_value(run, "local_rank")
+        if "local_rank" in values.fact("defaults"):
+            values.attrs["local_rank"] = place_value(run, "local_rank")
         return values if name == "parse_args" else sequence((values, unknown(Taint.NONE)), "tuple")
     return None
 
@@ -247,7 +236,7 @@ def _load_state_dict(c: KnownCall) -> Value:
 def _requires_grad(c: KnownCall) -> Value:
     value = c.args[0] if c.args else c.kwargs.get("requires_grad", constant(True))
     c.run.emit("requires_grad", c.node, target=c.owner, value=value)
-    return _itself(c)
+    return c.owner
 
 
 @known("to cuda cpu", of=_MODULES)
@@ -256,7 +245,7 @@ def _to(c: KnownCall) -> Value:
     device = _device_of(c)
     if device is not None and c.owner.kind != "tensor":
         c.run.set(c.owner.attrs, "#device", device)
-    return _itself(c)
+    return c.owner
 
 
 @known("*", of="ddp fsdp")
@@ -398,7 +387,7 @@ def copied(value: Value) -> Value:
 def _detach(c: KnownCall) -> Value:
     if c.owner.deps:
         return Value("tensor", taint=c.owner.taint, node=c.owner.node, attrs={**c.owner.attrs})
-    return _itself(c)
+    return c.owner
 
 
 @known("item", of="tensor")
@@ -445,7 +434,7 @@ def _group(c: KnownCall) -> Value:
 @known("manual_seed", of="generator")
 def _manual_seed(c: KnownCall) -> Value:
     c.run.set(c.owner.attrs, "#seeded", mix(c.args))
-    return _itself(c)
+    return c.owner
 
 
 @known("enter_context push", of="holder")
@@ -469,14 +458,9 @@ def _dataset(c: KnownCall) -> Value:
     return result
 
 
-def _itself(c: KnownCall) -> Value:
-    owner: Value = c.owner
-    return owner
-
-
 # Kinds of owners, names of methods, and what they return.
 _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
-    (_MODULES, "half bfloat16 float double train eval apply", _itself),
+    (_MODULES, "half bfloat16 float double train eval apply", lambda c: c.owner),
     (_MODULES, "no_sync", lambda c: Value("no_sync", ref=c.owner)),
     ("ddp", "join", lambda c: Value("join")),
     ("optimizer", "state_dict", lambda c: Value("state", ref=c.owner)),
@@ -484,13 +468,13 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("accelerator scaler", "*", lambda c: unknown()),
     ("scheduler", "get_last_lr", lambda c: unknown(Taint.NONE)),
     ("list dict", "sort reverse", lambda c: c.run.element(c.owner, 0)),
-    ("tensor", "contiguous flatten view", _itself),
+    ("tensor", "contiguous flatten view", lambda c: c.owner),
     ("tensor", "data_ptr", lambda c: unknown()),
     ("mesh", "get_group get_all_groups", lambda c: make(c.run, "group", c.node, members=None)),
     ("mesh", "get_local_rank get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
     ("mesh", "size", lambda c: unknown(Taint.NONE)),
     ("mesh", "*", lambda c: Value("mesh")),
-    ("iterator progress", "set_description set_postfix update", _itself),
+    ("iterator progress", "set_description set_postfix update", lambda c: c.owner),
     ("dataset", "train_test_split", lambda c: Value("dict", attrs={"#element": c.owner})),
     ("scaler", "update", lambda c: constant(None)),
 )

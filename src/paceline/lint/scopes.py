@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.lint.names import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, join
 
 
+@dataclass(eq=False)
 class Module:
     """A parsed file and its names."""
 
-    def __init__(self, path: str, tree: ast.Module, text: str) -> None:
-        self.path = path
-        self.tree = tree
-        self.text = text
-        self.names: dict[str, Value] = {}
+    path: str
+    tree: ast.Module
+    text: str
+    names: dict[str, Value] = field(default_factory=dict)
 
 
 class ScriptFrame:
@@ -35,25 +36,23 @@ class ScriptFrame:
         self.is_class = False
 
 
+@dataclass(eq=False)
 class Function:
     """A function of the script."""
 
-    def __init__(self, node: ast.AST, frame: ScriptFrame, module: Module) -> None:
-        self.node = node
-        self.frame = frame
-        self.module = module
+    node: ast.AST
+    frame: ScriptFrame
+    module: Module
 
 
+@dataclass(eq=False)
 class Class:
     """A class of the script."""
 
-    def __init__(
-        self, node: ast.ClassDef, names: dict[str, Value], bases: list[Value], module: Module
-    ) -> None:
-        self.node = node
-        self.names = names
-        self.bases = bases
-        self.module = module
+    node: ast.ClassDef
+    names: dict[str, Value]
+    bases: list[Value]
+    module: Module
 
     def lineage(self) -> Iterator[Class]:
         """Yield the class and its bases that are of the script."""

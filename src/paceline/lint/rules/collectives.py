@@ -30,6 +30,11 @@ class Token:
     loop: LoopItem | None = None
     parts: list[list[Token]] = field(default_factory=list)
 
+    @property
+    def leaf(self) -> TraceEvent:
+        """The first collective."""
+        return next(token.event for token in self.leaves() if token.event is not None)
+
     def leaves(self) -> Iterator[Token]:
         """Yield the collectives."""
         if self.event is not None:
@@ -100,7 +105,6 @@ def _place_of(pair: tuple[Value, bool | None]) -> tuple[int, int]:
 
 
 def _op(token: Token) -> str:
-    assert token.event is not None
     return "the wrapped model" if token.signature[0] in ("forward", "backward") else str(token.signature[0])
 
 
@@ -125,21 +129,14 @@ def _compare(
         ops = [{leaf.signature for token in side for leaf in token.leaves()} for side in (a[i:], b[j:])]
         alone = one is not None and not {leaf.signature for leaf in one.leaves()} & ops[1]
         other_alone = other is not None and not {leaf.signature for leaf in other.leaves()} & ops[0]
-        if (
-            one is not None
-            and other is not None
-            and one.kind == other.kind == "event"
-            and alone == other_alone
-        ):
-            assert one.event is not None
-            assert other.event is not None
-            saw = (
-                f"rank {places[0].rank} calls {_op(one)} here, while rank {places[1].rank} calls "
-                f"{_op(other)} "
-                f"(line {getattr(other.event.node, 'lineno', 0)})."
-            )
+        events = [token.event if token is not None else None for token in (one, other)]
+        if one is not None and other is not None and None not in events and alone == other_alone:
+            here, there = one.leaf, other.leaf
+            ranks = places[0].rank, places[1].rank
+            saw = f"rank {ranks[0]} calls {_op(one)} here, while rank {ranks[1]} calls {_op(other)} "
+            saw += f"(line {there.line})."
             if "forward" not in (one.signature[0], other.signature[0]) or alone:
-                yield _Difference("PL002", one.event.node, one.event.path, saw)
+                yield _Difference("PL002", here.node, here.path, saw)
             return
         if alone and one is not None:
             yield _missing(one, places[0], places[1])
@@ -152,11 +149,9 @@ def _compare(
 
 
 def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> _Difference:
-    leaf = next(token.leaves())
-    assert leaf.event is not None
-    event = leaf.event
+    event = token.leaf
     via = "forward" if event.kind in ("forward", "backward") else event.via or ""
-    saw = f"rank {here.rank} calls {_op(leaf)} here, and rank {there.rank} does not."
+    saw = f"rank {here.rank} calls {_op(next(token.leaves()))} here, and rank {there.rank} does not."
     return _Difference(_CODE_OF[via], event.node, event.path, saw)
 
 
@@ -315,22 +310,14 @@ def _decided(branch: BranchItem, place: WitnessPlace, scope: _Scope) -> Iterator
         arms = [list_tokens(arm, place) for arm in branch.arms]
         if _shape(arms[0]) != _shape(arms[1]):
             leaf = next(leaf for arm in arms for token in arm for leaf in token.leaves())
-            assert leaf.event is not None
             saw = f"{_op(leaf)} depends on a value that differs between ranks (line {branch.line})."
-            yield Spot(leaf.event.node, leaf.event.path, saw)
+            yield at(leaf.leaf, saw)
         return
     for one, other in (exits, exits[::-1]):
         if one is None or other is not None or one.kind == "raise":
             continue
-        left = (
-            scope.round
-            if one.kind == "continue"
-            else scope.loop
-            if one.kind == "break"
-            else [*scope.round, *scope.function]
-        )
-        if one.kind == "return" and not left:
-            left = scope.loop
+        lefts = {"continue": scope.round, "break": scope.loop}
+        left = lefts.get(one.kind, [*scope.round, *scope.function] or scope.loop)
         if left:
             saw = (
                 f"`{one.kind}` depends on a value that differs between ranks (line {branch.line}), "

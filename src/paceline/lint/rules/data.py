@@ -42,21 +42,10 @@ def _plain_loaders(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, Value]]:
 
 def _mentions_split(dataset: Value) -> bool:
     """Whether the class of a dataset may split by rank."""
-    if dataset.script_class is None:
-        return False
-    for one in dataset.ref.lineage():
-        for node in ast.walk(one.node):
-            word = (
-                node.id
-                if isinstance(node, ast.Name)
-                else node.attr
-                if isinstance(node, ast.Attribute)
-                else ""
-            )
-            word = node.arg if isinstance(node, ast.arg) else word
-            if _SPLITS.search(word):
-                return True
-    return False
+    classes = dataset.ref.lineage() if dataset.script_class is not None else ()
+    nodes = [node for one in classes for node in ast.walk(one.node)]
+    names = [getattr(node, field, "") for node in nodes for field in ("id", "attr", "arg")]
+    return any(_SPLITS.search(name) for name in names if isinstance(name, str))
 
 
 @rule("PL020")

@@ -138,7 +138,7 @@ def _bare_uses(cls: ast.ClassDef) -> Iterator[ast.AST]:
 def data_parallel(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report DataParallel in a process that is one of several ranks."""
     for event in witnesses[0].events("wrap"):
-        if event.what == "dp" and event.initialized is True:
+        if event.what == "dp" and event.started is True:
             yield at(event, "each rank would run on all devices of its node.")
 
 

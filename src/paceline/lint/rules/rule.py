@@ -22,7 +22,6 @@ class WitnessTrace:
         items: the trace.
         text: the source of the script.
         reads: the variables of a launcher that it read.
-        num_unread_calls: calls of code that was not found.
         spawns: whether the script starts its ranks itself.
         cache: what several rules compute.
     """
@@ -31,7 +30,6 @@ class WitnessTrace:
     items: list[Item]
     text: str
     reads: set[str]
-    num_unread_calls: int
     spawns: bool
     cache: dict[str, Any] = field(default_factory=dict)
 

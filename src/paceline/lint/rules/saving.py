@@ -58,7 +58,7 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if id(event.node) in unsure:  # such as a file that is there already
             continue
         other = others.get(id(event.node))
-        if other is None or event.initialized is not True or _path_key(event.target) is None:
+        if other is None or event.started is not True or _path_key(event.target) is None:
             continue
         if _path_key(event.target) == _path_key(other.target):
             name = repr(event.target.const) if event.target.is_known else f"`{name_of(_second(event.node))}`"
@@ -126,7 +126,7 @@ def load_without_map_location(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
     for event in witness.events("load_state"):
         state = event.state
         load = state.fact("event") if state is not None and state.kind == "loaded" else None
-        if load is not None and not load.mapped and load.initialized and event.model.kind in ("model", "ddp"):
+        if load is not None and not load.mapped and load.started and event.model.kind in ("model", "ddp"):
             yield at(
                 load,
                 "torch.load puts tensors on the device that they were saved from, the same on every rank.",

@@ -23,6 +23,10 @@ def _models(optimizer: Value) -> set[Value]:
     return found
 
 
+def _changes_weights(event: TraceEvent) -> bool:
+    return event.kind == "step" and event.what != "scheduler"
+
+
 def _is_wrapped(optimizer: Value) -> bool:
     return any(model.kind in ("ddp", "fsdp") for model in _models(optimizer))
 
@@ -58,7 +62,7 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with backward and step in which nothing clears the gradients."""
     seen: set[int] = set()
     for loop, found in sorted(_rounds(witnesses[0]), key=lambda pair: len(pair[1])):
-        steps = [event for event in found if event.kind == "step" and event.what != "scheduler"]
+        steps = [event for event in found if _changes_weights(event)]
         backwards = [event for event in found if event.kind == "backward"]
         if not steps or not backwards or any(event.kind == "clear" for event in found):
             seen |= {id(event.node) for event in steps} if backwards else set()
@@ -102,13 +106,11 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
     for loop, found in _rounds(witness):
         for branch, size in _windows(loop.body):
             inside = [event for arm in branch.arms for event in events(arm, "step", "backward")]
-            stepped = [event for event in inside if event.kind == "step" and event.what != "scheduler"]
+            stepped = [event for event in inside if _changes_weights(event)]
             apart = [event for event in found if event.kind == "backward" and event not in inside]
             if not stepped or not apart:
                 continue
-            if any(
-                event.kind == "step" and event.what != "scheduler" and event not in inside for event in found
-            ):
+            if any(_changes_weights(event) and event not in inside for event in found):
                 continue
             for event in apart:
                 if any(
@@ -119,15 +121,11 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
                     yield event, size, found
 
 
-def _own_scaling(found: list[TraceEvent]) -> bool:
-    return any(event.kind == "grad" for event in found)
-
-
 @rule("PL031", "warning")
 def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report mean losses that are accumulated and not divided by the number of rounds."""
     for event, size, found in _accumulating(witnesses[0]):
-        if event.is_mean and not _own_scaling(found):
+        if event.is_mean and not any(one.kind == "grad" for one in found):
             yield at(
                 event, f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
             )
@@ -184,7 +182,7 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if any(event.kind == "coll" for event in found):
             continue
         for step in found:
-            if step.kind != "step" or step.what == "scheduler" or step.target.kind != "optimizer":
+            if not _changes_weights(step) or step.target.kind != "optimizer":
                 continue
             mine = [event for event in backwards if _models(step.target) & set(event.deps)]
             wrapped = [event for event in mine if event.quiet]
