@@ -30,6 +30,9 @@ COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
     "barrier": (-1, 0, -1, ""),
     "monitored_barrier": (-1, 0, -1, ""),
 }
+_UNLIKE_AFTER = words(
+    "reduce gather gather_object reduce_scatter scatter scatter_object_list all_to_all all_to_all_single"
+)
 # What these get, they don't change, wrap or keep for training.
 _HARMLESS = words("""
     torch numpy math os sys json re time random itertools functools collections pathlib logging builtins
@@ -129,11 +132,8 @@ def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
 def _collective(c: KnownCall) -> Value:
     out_at, group_at, source_at, first = COLLECTIVES[c.name]
     group = c.pick(group_at, "group")
-    source = (
-        c.pick(source_at, "src" if c.name.startswith(("broadcast", "scatter")) else "dst")
-        if source_at >= 0
-        else None
-    )
+    end = "src" if c.name.startswith(("broadcast", "scatter")) else "dst"
+    source = c.pick(source_at, end) if source_at >= 0 else None
     out = c.pick(out_at, first) if out_at >= 0 else None
     data: dict[str, Any] = {"op": c.name, "group": group, "source": source, "via": "", "out": out}
     if c.name == "all_reduce":
@@ -143,10 +143,7 @@ def _collective(c: KnownCall) -> Value:
         data["length"] = known_length(out)
     c.run.emit("coll", c.node, **data)
     after = Taint.UNKNOWN if group is not None and not group.is_none else Taint.NONE
-    if (
-        c.name in ("reduce", "gather", "gather_object", "reduce_scatter", "scatter", "scatter_object_list")
-        or "all_to_all" in c.name
-    ):
+    if c.name in _UNLIKE_AFTER:
         after = Taint.UNKNOWN
     for one in out.alternatives() if out is not None else ():
         if one.is_none:
@@ -154,18 +151,11 @@ def _collective(c: KnownCall) -> Value:
         c.run.set(one.attrs, "#taint", after)
         if c.name == "all_reduce":
             c.run.set(one.attrs, "#reduced", True)
-        if one.items is not None:
-            c.run.set(
-                one.attrs,
-                "#items",
-                tuple(unknown(after) if one.kind == "list" else item for item in one.items),
-            )
         if one.kind == "list":
-            c.run.set(
-                one.attrs,
-                "#element",
-                Value("tensor", taint=after) if "object" not in c.name else unknown(after),
-            )
+            if one.items is not None:
+                c.run.set(one.attrs, "#items", tuple(unknown(after) for _ in one.items))
+            kind = "" if "object" in c.name else "tensor"
+            c.run.set(one.attrs, "#element", Value(kind, taint=after))
     is_async = c.kwargs.get("async_op")
     if is_async is not None and not (is_async.is_known and not is_async.const):
         return Value("work")

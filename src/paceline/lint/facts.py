@@ -43,13 +43,9 @@ def inherit(value: Value, sources: Iterable[Value]) -> None:
                 if one.fact(name):
                     value.attrs["#" + name] = one.fact(name)
             if one.kind in ("dataset", "instance"):
-                for part in one.attrs.values():
-                    if (
-                        isinstance(part, Value)
-                        and part.kind in ("list", "range", "dataset")
-                        and part.fact("uneven")
-                    ):
-                        value.attrs["#uneven"] = True
+                parts = [part for part in one.attrs.values() if isinstance(part, Value)]
+                if any(part.fact("uneven") for part in parts if part.kind in ("list", "range", "dataset")):
+                    value.attrs["#uneven"] = True
     if value.fact("uneven"):
         value.attrs.pop("#even", None)
 

@@ -178,9 +178,8 @@ def _compare_same(
     if a.reduce_op is not None and b.reduce_op is not None and a.reduce_op.kind == b.reduce_op.kind == "lib":
         names = [value.ref.rpartition(".")[2] for value in (a.reduce_op, b.reduce_op)]
         if names[0] != names[1]:
-            yield _Difference(
-                "PL009", a.node, a.path, f"the operation is {names[0]} {ranks.format(names[1])}"
-            )
+            saw = f"the operation is {names[0]} {ranks.format(names[1])}"
+            yield _Difference("PL009", a.node, a.path, saw)
     sources = [one.source.const for one in (a, b) if one.source is not None]
     if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
         saw = f"the source is {sources[0]} {ranks.format(sources[1])}"

@@ -53,9 +53,8 @@ def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loader that gives every rank all samples, and trains a wrapped model."""
     for event, dataset in _plain_loaders(witnesses[0]):
         if not dataset.fact("iterable") and not _mentions_split(dataset):
-            yield at(
-                event, f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
-            )
+            saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
+            yield at(event, saw)
 
 
 @rule("PL021")
@@ -84,28 +83,16 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 else None
             )
             number = place.rank if rank is None or rank.is_none else rank.const if rank.is_known else None
-            if (
-                not isinstance(size, int)
-                or not isinstance(number, int)
-                or (rank is None and replicas is None)
-            ):
+            if not isinstance(size, int) or not isinstance(number, int):
                 continue
             if rank is not None and rank.is_known and Taint.RANK not in rank.taint:
                 continue
-            if (
-                size == place.world
-                and number != place.rank
-                and place.world != place.local_world
-                and number == place.local_rank
-            ):
-                yield at(
-                    event, "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples."
-                )
+            if size == place.world != place.local_world and number == place.local_rank != place.rank:
+                saw = "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples."
+                yield at(event, saw)
             elif size == place.local_world < place.world and number >= size:
-                yield at(
-                    event,
-                    f"num_replicas is the number of devices of one node, and rank {number} is beyond it.",
-                )
+                saw = f"num_replicas is the number of devices of one node, and rank {number} is beyond it."
+                yield at(event, saw)
 
 
 @rule("PL023")
@@ -131,20 +118,11 @@ def no_set_epoch(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         loader = event.loader
         for sampler in loader.attrs["sampler"].alternatives():
             inner = sampler.fact("sampler") or sampler
-            if (
-                not inner.fact("distributed")
-                or not inner.fact("shuffle")
-                or inner in told
-                or sampler in told
-                or loader in told
-            ):
+            mine = {loader, sampler, inner}
+            if not inner.fact("distributed") or not inner.fact("shuffle") or mine & told:
                 continue
             outer = event.loops[len(inner.loops) :]
-            if (
-                not outer
-                or loader not in used
-                or any(one.fact("escaped") for one in (loader, sampler, inner))
-            ):
+            if not outer or loader not in used or any(one.fact("escaped") for one in mine):
                 continue
             if _runs_once(witness, outer):
                 continue

@@ -69,9 +69,8 @@ def no_device_set(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         ):
             continue
         if event.module.kind == "model" and event.module.fact("device") == "current":
-            yield at(
-                event, "the model is on the current device, which is device 0 on every rank: none was set."
-            )
+            saw = "the model is on the current device, which is device 0 on every rank: none was set."
+            yield at(event, saw)
 
 
 @rule("PL058")
@@ -94,9 +93,8 @@ def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             and event.value.is_known
         ):
             variable = ", ".join(sorted(launched))
-            yield at(
-                event, f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}."
-            )
+            saw = f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}."
+            yield at(event, saw)
 
 
 @rule("PL067")

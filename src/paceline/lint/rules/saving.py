@@ -30,10 +30,8 @@ def saves_wrapped(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for event in witness.events("save"):
         for state in _states(event.value):
             if isinstance(state.ref, Value) and state.ref.kind in ("ddp", "dp"):
-                yield at(
-                    event,
-                    'the saved keys start with "module.", so a model without the wrapper cannot load them.',
-                )
+                saw = 'the saved keys start with "module.", so a model without the wrapper cannot load them.'
+                yield at(event, saw)
                 break
 
 
@@ -127,7 +125,5 @@ def load_without_map_location(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
         state = event.state
         load = state.fact("event") if state is not None and state.kind == "loaded" else None
         if load is not None and not load.mapped and load.started and event.model.kind in ("model", "ddp"):
-            yield at(
-                load,
-                "torch.load puts tensors on the device that they were saved from, the same on every rank.",
-            )
+            saw = "torch.load puts tensors on the device that they were saved from, the same on every rank."
+            yield at(load, saw)

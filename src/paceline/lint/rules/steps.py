@@ -83,9 +83,8 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             if models and any(models & set(event.deps) for event in backwards):
                 seen.add(id(step.node))
-                yield at(
-                    step, f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them."
-                )
+                saw = f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them."
+                yield at(step, saw)
 
 
 def _windows(items: Sequence[Item]) -> Iterator[tuple[BranchItem, int]]:
@@ -126,9 +125,8 @@ def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report mean losses that are accumulated and not divided by the number of rounds."""
     for event, size, found in _accumulating(witnesses[0]):
         if event.is_mean and not any(one.kind == "grad" for one in found):
-            yield at(
-                event, f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
-            )
+            saw = f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
+            yield at(event, saw)
 
 
 def _wrapper_of(event: TraceEvent) -> Value | None:
@@ -191,10 +189,8 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 and len(wrapped) == len(backwards)
                 and all(all(event.quiet.values()) for event in wrapped)
             ):
-                yield at(
-                    step,
-                    "every backward before this step is under no_sync(): ranks step by their own gradients.",
-                )
+                saw = "every backward before this step is under no_sync(): ranks step by their own gradients."
+                yield at(step, saw)
 
 
 @rule("PL034")
@@ -232,10 +228,8 @@ def forward_outside_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]
     """Report a backward under no_sync whose forward was outside of it."""
     for event in witnesses[0].events("backward"):
         if any(model.kind == "ddp" for model in event.late):
-            yield at(
-                event,
-                "the forward of this loss is outside of no_sync(), so gradients are summed nevertheless.",
-            )
+            saw = "the forward of this loss is outside of no_sync(), so gradients are summed nevertheless."
+            yield at(event, saw)
 
 
 @rule("PL050")
