@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -49,13 +49,17 @@ def test_a_thread_that_waits_is_not_awaited() -> None:
 
 
 def test_only_event_loops_become_batch_work() -> None:
-    def policies() -> list[int]:
-        return [os.sched_getscheduler(int(task)) for task in sorted(os.listdir("/proc/self/task"), key=int)]
+    def count_batch_work() -> int:
+        found = 0
+        for task in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # threads of earlier tests may end meanwhile
+                found += os.sched_getscheduler(int(task)) == os.SCHED_BATCH
+        return found
 
-    before = policies()
+    before = count_batch_work()
     with gloo_thread(600, b"gloo_tcp_loop"), gloo_thread(600):
         assert schedule_loops_as_batch() == 1
-        assert sorted(policies()) == sorted([*before, os.SCHED_OTHER, os.SCHED_BATCH])
+        assert count_batch_work() == before + 1
 
 
 def test_the_loops_of_a_started_world_are_batch_work(tmp_path: Path) -> None:
