@@ -34,7 +34,7 @@ _SEEN, _CHOSEN, _READ = "paceline/seen/", "paceline/chosen/", "paceline/read/"
 
 @dataclass(frozen=True)
 class SeenDevices:
-    """What a rank asks for and sees.
+    """The devices that a rank asks for and sees.
 
     Attributes:
         asked: `"auto"`, `"cpu"` or `"cuda"`.

@@ -51,7 +51,7 @@ class Share:
     digests: Digests = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        """What it is part of; the samples are in `microbatches`."""
+        """Name the global batch and this share of it; the samples are in `microbatches`."""
         return (
             f"Share({len(self.microbatches)} of {self.num_microbatches} microbatches of batch {self.number} "
             f"in epoch {self.epoch}, {self.num_samples} samples)"

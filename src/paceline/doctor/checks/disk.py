@@ -1,4 +1,4 @@
-"""The disk of the run folder: can it be written to, is there room, does it keep what it is told to keep.
+"""The disk of the run folder: whether it can be written to, has room and is fast enough.
 
 Checkpoints are written beside each other, synchronised and renamed. A full or read-only disk ends a run at
 its first save; a disk that needs a second to synchronise makes each save slow.

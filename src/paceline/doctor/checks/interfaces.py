@@ -1,4 +1,4 @@
-"""Network interfaces, and the one that gloo and NCCL are told to use.
+"""Network interfaces, and the one that variables choose for gloo and NCCL.
 
 A variable that names an interface which does not exist, or is down, makes gloo fail and NCCL hang; one that
 names a bridge of containers sends traffic where no other node is.

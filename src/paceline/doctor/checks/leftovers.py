@@ -1,4 +1,4 @@
-"""What earlier jobs and their debugging left: variables with effects that nobody wants now.
+"""Variables that earlier jobs and their debugging left, with effects that nobody wants now.
 
 A variable of a launcher that is set in a shell makes scripts believe that they are ranks; names that torch
 no longer reads do nothing; those for debugging make every step slower.

@@ -60,7 +60,7 @@ class Node:
 
 @dataclass
 class Survey:
-    """What was found of a cluster; nodes go by their numbers in `names`.
+    """The measurements of a cluster; nodes go by their numbers in `names`.
 
     Attributes:
         names, addresses: of the nodes that came.

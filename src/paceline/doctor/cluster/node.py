@@ -89,7 +89,7 @@ def _join(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 class _Node:
-    """What a node does for each command.
+    """Carries out commands on a node.
 
     Args:
         address: by which the others reach it.
@@ -112,7 +112,7 @@ class _Node:
         }
 
     def carry_out(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a command; a fault here is told, and ends nothing."""
+        """Return the reply to a command; a fault here becomes part of it."""
         work = self._commands.get(command.pop("do", ""))
         if work is None:
             return {"error": "an unknown command: are the versions of Paceline the same?"}
