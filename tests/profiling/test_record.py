@@ -506,9 +506,25 @@ def train_annotated(world: Any, folder: str) -> list[dict[str, float]]:
     return times[1:]
 
 
+_TRIES = 4
+
+
 def test_foreign_traces_agree_with_the_scripts_clock(ranks: Any, tmp_path: Path) -> None:
-    own = ranks.run(train_annotated, nproc=2, args=(str(tmp_path),))
-    profile = analyse(read_traces([tmp_path]))
+    """In one of some tries, as other tests may take the cores in the middle of a phase."""
+    for number in range(_TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        own = ranks.run(train_annotated, nproc=2, args=(str(folder),))
+        try:
+            check_phases(analyse(read_traces([folder])), own)
+        except AssertionError:
+            if number == _TRIES - 1:
+                raise
+        else:
+            return
+
+
+def check_phases(profile: Any, own: list[Any]) -> None:
     for rank in (0, 1):
         rows = [row for row in profile.rows if row.rank == rank][-3:]
         for name in (FORWARD, BACKWARD, OPTIMIZER):
