@@ -158,7 +158,7 @@ def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:
 
 @dataclass
 class LintReport:
-    """What was found in some sources.
+    """The findings in some sources.
 
     Attributes:
         findings: sorted by place.

@@ -1,4 +1,4 @@
-"""What is known about objects of a script: lengths, members, who has them, how ranks split them."""
+"""Facts about objects of a script: lengths, members, who has them, how ranks split them."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def _union(a: Value, b: Value) -> Value:
 
 @dataclass(frozen=True)
 class WitnessPlace:
-    """Where a witness runs."""
+    """The place at which a witness runs."""
 
     rank: int
     local_rank: int

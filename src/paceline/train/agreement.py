@@ -232,8 +232,8 @@ class Agreement:
                 brought, numbers = float(numbers[-1]), numbers[:-1]
         rows = numbers[: self._first].reshape(self._num_ranks, NUM_SENT)
         plain: list[list[float]] = rows[:, :_SETTINGS].tolist()
-        self._check_positions([int(row[_POSITION]) for row in plain])
-        self._check_lengths([int(row[_LENGTH]) for row in plain])
+        self._check_same("is at step", [int(row[_POSITION]) for row in plain])
+        self._check_same("has numbers of its batch and model:", [int(row[_LENGTH]) for row in plain])
         self._check_signatures([int(row[_SIGNATURE]) for row in plain])
         signums = [int(row[_STOP]) for row in plain]
         end = self._first + self._num_microbatches * self._width
@@ -252,12 +252,6 @@ class Agreement:
             copies=rows[:, _COPIES:],
         )
         return agreed, brought
-
-    def _check_positions(self, positions: list[int]) -> None:
-        self._check_same("is at step", positions)
-
-    def _check_lengths(self, lengths: list[int]) -> None:
-        self._check_same("has numbers of its batch and model:", lengths)
 
     def _check_same(self, words: str, numbers: list[int]) -> None:
         if numbers.count(numbers[0]) == len(numbers):

@@ -35,14 +35,12 @@ class Node:
         address: by which the others reach it.
         connection: to it.
         lost: the stage in which it fell silent, "" while it answers.
-        reply: to the checks of the machine.
     """
 
     name: str
     address: str
     connection: socket.socket
     lost: str = ""
-    reply: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, patience_s: float, /, *, do: str, **words: Any) -> dict[str, Any] | None:
         """Return the reply to a command, `None` if the node does not answer in time; it is lost then."""
@@ -140,8 +138,6 @@ class Surveyor:
         say("clocks and machines")
         self._read_clocks()
         survey.checked = self._ask_all(_ANSWER_S, {i: {"do": "checks"} for i in self._alive()})
-        for number, reply in survey.checked.items():
-            self._nodes[number].reply = reply
         say("which node reaches which")
         self._try_reaching()
         say("links, pair by pair")
@@ -207,7 +203,7 @@ class Surveyor:
                     self.survey.unreachable[i, int(j)] = found
 
     def _place(self, number: int) -> list[Any]:
-        return [self._nodes[number].address, self._nodes[number].reply.get("port", 0)]
+        return [self._nodes[number].address, self.survey.checked.get(number, {}).get("port", 0)]
 
     def _measure_links(self) -> None:
         for _ in range(_REPEATS):
@@ -259,7 +255,7 @@ class Surveyor:
 
     def _run_collectives(self) -> None:
         alive = self._alive()
-        host, port = self._nodes[alive[0]].address, self._nodes[alive[0]].reply.get("free_port")
+        host, port = self._nodes[alive[0]].address, self.survey.checked[alive[0]].get("free_port")
         words = {"host": host, "port": port, "world_size": len(alive), "timeout_s": _COLLECTIVES_S}
         commands = {i: {"do": "collectives", "rank": rank, **words} for rank, i in enumerate(alive)}
         for i, reply in self._ask_all(_COLLECTIVES_S + _ANSWER_S, commands).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import subprocess
@@ -50,7 +49,7 @@ def take_part(
         stage = "the meeting"
         node = _Node(connection.getsockname()[0], machine, facts)
         try:
-            send(connection, {"job": job, "name": socket.gethostname(), "pid": os.getpid()})
+            send(connection, {"job": job, "name": socket.gethostname()})
             while True:
                 command = receive(connection)
                 stage = str(command.get("do"))

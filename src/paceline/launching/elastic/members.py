@@ -49,7 +49,7 @@ _LEFT = "it was asked to leave"
 
 @dataclass(frozen=True)
 class Formed:
-    """A round that this node takes part in: its number, and the nodes in the order of theirs."""
+    """A round that this node takes part in: its number, and its nodes in order."""
 
     round: int
     nodes: tuple[JobNode, ...]

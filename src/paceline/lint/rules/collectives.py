@@ -266,7 +266,7 @@ def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 @dataclass
 class _Scope:
-    """What the other ranks would still do: in the round, the loop and the function."""
+    """Return what the other ranks would still do: in the round, the loop and the function."""
 
     round: list[Token]
     loop: list[Token]

@@ -15,7 +15,7 @@ Level = Literal["error", "warning", "advice"]
 
 @dataclass
 class WitnessTrace:
-    """What one witness did.
+    """The actions of one witness.
 
     Attributes:
         place: where it ran.
