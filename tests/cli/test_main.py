@@ -10,6 +10,7 @@ import os
 import pydoc
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -209,8 +210,10 @@ def test_how_a_command_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     end_with(error, monkeypatch)
+    handler = signal.getsignal(signal.SIGINT)
     assert main(["explain"]) == exit_code
     assert words in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == handler  # the caller's
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenPipeError()])

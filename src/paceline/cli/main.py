@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with standard_streams():
             code = _run_command(argv)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break the exit
+        if argv is None:  # the process ends here, and a second one would break its exit
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = 130
     except SystemExit as end:
         if not sys.flags.inspect or os.getpid() != launcher:
