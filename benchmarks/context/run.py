@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))  # the Trainer's loop, and what both train
 
 import torch.distributed as dist
+from alternate import BlockTimes, Conditions, alternate, join_ranks
 from by_hand import HANDS
 from loops import Job, ours
 
 import paceline
-from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
 from paceline.launching.local import launch
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from alternate import Conditions
 
 import paceline
-from paceline.bench.alternate import Conditions
 from paceline.bench.spread import Spread
 from paceline.launching.local import launch
 from paceline.mesh import build_mesh

@@ -12,12 +12,11 @@ large=(--set model.layers=6 --set model.hidden=512 --set model.heads=8 --set mod
 measure() {  # name, ranks, microbatches per rank, pairs of blocks, steps of a block, settings of the model ...
   local name="$1" ranks="$2" microbatches="$3" repeats="$4" steps="$5"
   shift 5
-  local words=(bench reduction recipes/gpt-stdlib.toml --nproc "$ranks" --steps "$steps" --repeats "$repeats" --json
+  local words=(recipes/gpt-stdlib.toml --nproc "$ranks" --steps "$steps" --repeats "$repeats" --out "$here/results/$name.json"
     --set train.threads_per_rank=1 --set train.device=cpu --set train.microbatch_size=4
     --set "train.global_batch_size=$((4 * ranks * microbatches))" "$@")
   echo "### $name, load before: $(cut -d' ' -f1-3 /proc/loadavg)"
-  paceline "${words[@]}" > "$here/results/$name.json"
-  python "$here/table.py" "$here/results/$name.json"
+  python "$here/steps.py" "${words[@]}"
   echo
 }
 

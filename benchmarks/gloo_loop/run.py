@@ -82,8 +82,10 @@ def time_calls() -> None:
 
 def time_steps(name: str) -> None:
     """Time blocks of steps of one training, on every rank."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from alternate import alternate, join_ranks
+
     import paceline
-    from paceline.bench.alternate import alternate, join_ranks
     from paceline.bench.spread import Spread
     from paceline.data import build_data
     from paceline.recipe import load_recipe

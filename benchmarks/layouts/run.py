@@ -20,11 +20,13 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch.distributed as dist
+from alternate import BlockTimes, Conditions, alternate, join_ranks
 from loops import LOOPS, Job
 
 import paceline
-from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
 from paceline.launching.local import launch
 

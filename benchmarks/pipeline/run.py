@@ -21,11 +21,13 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from alternate import BlockTimes, Conditions, alternate, join_ranks
 from loops import SCHEDULES, VARIANTS, Job
 
 import paceline
-from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
 from paceline.data import build_data, prepare_data
 from paceline.launching.local import launch

@@ -72,18 +72,6 @@ def test_scaling_refuses(recipe: Path, words: tuple[str, ...], code: str, seen: 
     assert seen in str(caught.value)
 
 
-def test_reduction_reports_ratio_and_bytes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--nproc", 2, "--steps", 1, "--repeats", 2, "--set", "train.global_batch_size=12")
-    assert run("reduction", recipe, *words) == 0
-    out = capsys.readouterr().out
-    assert "exact against fast reduction" in out
-    assert "on 2 ranks, cpu" in out
-    assert "2 pairs of blocks of 1 steps" in out
-    assert "per rank and step, 1.50 of a ring's" in out, "three microbatches per rank are two nodes"
-    with pytest.raises(PacelineError, match=r"repeats=0\..*PL620"):
-        run("reduction", recipe, "--nproc", 2, "--repeats", 0)
-
-
 def test_overhead_refuses_one_rank(recipe: Path) -> None:
     with pytest.raises(PacelineError, match="PL622"):
         run("overhead", recipe, "--nproc", 1)
@@ -95,25 +83,3 @@ def test_picture_without_matplotlib_is_reported_before_measuring(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(PacelineError, match=r"pip install matplotlib.*PL624"):
         run("scaling", recipe, "--plot", recipe.parent / "scaling.png")
-
-
-def test_waits_of_a_pipeline_are_printed_and_drawn(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = recipe.parent / "run.svg"
-    words = ("--nproc", 2, "--steps", 1, "--schedule", "zero_bubble", "--svg", picture)
-    assert (
-        run("pipeline", recipe, *words, "--set", "train.global_batch_size=8", "--set", "model.layers=2") == 0
-    )
-    out = capsys.readouterr().out
-    assert "on 2 ranks, cpu" in out
-    assert "4 microbatches of 2 samples per step" in out
-    (row,) = [line.split() for line in out.splitlines() if line.startswith("zero_bubble ")]
-    assert row[:3] == ["zero_bubble", "2", "-"]
-    assert "zero_bubble, planned: " in out
-    assert "\nmeasured: " in out
-    assert picture.read_text().count("<title>") == 2 * 24, "plan and run, 12 actions on each rank"
-
-
-def test_a_picture_that_can_not_be_written_is_told_before_measuring(recipe: Path) -> None:
-    for path in ("/nowhere/x.svg", recipe.parent):
-        with pytest.raises(PacelineError, match="PL477"):
-            run("pipeline", recipe, "--nproc", 2, "--svg", path)

@@ -16,8 +16,6 @@ import paceline
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.stages.plan import find_starts
 from paceline.parallel.stages.record import record_forward
-from paceline.pipeline.orders import make_schedule
-from paceline.pipeline.simulate import Costs, simulate
 from tests.dist.pool import Pool, RankError
 from tests.parallel.stages.models import WIDTH, Outside, call
 from tests.train.test_pipeline import build, train
@@ -103,27 +101,6 @@ def reduce(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return output.square().sum(), len(output)
 
 
-def time_actions(world: Any, layout: str, num_steps: int) -> dict[str, float]:
-    """Return the least seconds of each kind of action of this rank's stage."""
-    trainer = build(
-        layout,
-        lambda: Unequal(2),
-        loss=reduce,
-        example={"x": torch.zeros(2, 32, 4), "y": torch.zeros(2)},
-        microbatch_size=4,
-    )
-    share = next(iter(trainer.loader(Series(), global_batch_size=32)))
-    least: dict[str, float] = {}
-    for _ in range(num_steps):
-        with trainer.recording_actions() as timeline:
-            trainer.step(share)
-        for span in timeline.spans:
-            kind = span.action.kind.name
-            least[kind] = min(least.get(kind, math.inf), span.end - span.start)
-    trainer.close()
-    return least
-
-
 def compute_steps(world: Any, layout: str, num_steps: int) -> float:
     """The least CPU seconds of a step on this rank, which other processes hardly lengthen."""
     trainer = build(
@@ -146,20 +123,6 @@ def compute_steps(world: Any, layout: str, num_steps: int) -> float:
 def test_the_slowest_stage_computes_less_than_that_of_the_even_cut(ranks: Pool) -> None:
     found, even = (ranks.run(compute_steps, 2, (layout, 4)) for layout in ("pp=2", "pp=2 stages=4+4"))
     assert max(found) <= 0.85 * max(even), (found, even)
-
-
-def simulate_step(ranks: Pool, layout: str) -> float:
-    """The seconds of a step of 8 microbatches, from measured actions: other processes lengthen steps."""
-    found = ranks.run(time_actions, 2, (layout, 4), timeout_s=120)
-    forward, backward = ([times[kind] for times in found] for kind in ("FORWARD", "BACKWARD"))
-    costs = Costs(forward=forward, backward=backward)
-    return simulate(make_schedule("1f1b", 2, 8), costs).total
-
-
-@pytest.mark.slow
-def test_a_step_is_shorter_than_that_of_the_even_cut(ranks: Pool) -> None:
-    """The even cut has 84% of the operations on one rank, the found one 51%."""
-    assert simulate_step(ranks, "pp=2") <= 0.85 * simulate_step(ranks, "pp=2 stages=4+4")
 
 
 class Sleeping(nn.Module):

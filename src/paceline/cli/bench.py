@@ -1,12 +1,10 @@
-"""`paceline bench`: prints measured tables of throughput, and of what communication and pipelines cost."""
+"""`paceline bench`: prints measured tables of throughput, and of what communication costs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead, reduction, buckets, pipeline, collectives",
+        help="measured tables and plots: scaling, overhead, buckets, collectives",
         description="Measures a recipe's training steps on ranks of this machine, or collectives on any "
         "ranks. Nothing is written into run folders.",
     )
@@ -56,15 +54,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         steps=5,
         repeats=10,
     )
-    _add(
-        kinds,
-        "reduction",
-        "the exact reduction against the fast one: what it costs",
-        "Blocks of steps with the exact and with the fast reduction alternate in one run; their ratio is "
-        "the cost of the same bits on any number of ranks for this recipe.",
-        steps=5,
-        repeats=10,
-    )
     buckets = _add(
         kinds,
         "buckets",
@@ -79,37 +68,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MIB,MIB,...",
         help="sizes to try, in MiB (default 1,5,10,25,50,100); the recipe's own is always among them",
     )
-    pipeline = _add(
-        kinds,
-        "pipeline",
-        "how long the ranks of a pipeline wait, per schedule",
-        "Records when each rank of pp runs which forward and backward. Prints the share of the time in "
-        "which ranks wait: by formula, simulated with equal and with measured times, and measured. "
-        "Microbatches are those of the recipe.",
-        steps=10,
-        repeats=None,
-    )
-    pipeline.add_argument(
-        "--schedule",
-        metavar="NAME",
-        dest="schedules",
-        action="append",
-        default=[],
-        help="1f1b or another known schedule; may be given several times "
-        "(default: all known ones); one alone is drawn too",
-    )
-    pipeline.add_argument(
-        "--chunks",
-        metavar="V",
-        type=int,
-        default=2,
-        help="stages per rank, for interleaved and bfs (default 2)",
-    )
-    pipeline.add_argument("--svg", metavar="FILE", type=Path, help="also draw plan and run into an .svg file")
     add_collectives(kinds)
 
 
-def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int | None) -> Any:
+def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int) -> Any:
     parser = kinds.add_parser(name, help=text, description=description)
     parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
     parser.add_argument(
@@ -118,15 +80,14 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
         type=int,
         help=f"(most) ranks; default: one per GPU or core, 2 to {_MAX_DEFAULT_RANKS}",
     )
-    block = {"scaling": "per launch", "pipeline": "per schedule"}.get(name, "per block")
+    block = "per launch" if name == "scaling" else "per block"
     again = "launches of each number of ranks" if name == "scaling" else "pairs of blocks"
     parser.add_argument(
         "--steps", metavar="K", type=int, default=steps, help=f"measured steps {block} (default {steps})"
     )
-    if repeats is not None:
-        parser.add_argument(
-            "--repeats", metavar="R", type=int, default=repeats, help=f"{again} (default {repeats})"
-        )
+    parser.add_argument(
+        "--repeats", metavar="R", type=int, default=repeats, help=f"{again} (default {repeats})"
+    )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -152,9 +113,7 @@ def run(args: argparse.Namespace) -> int:
     kinds = {
         "scaling": _scaling,
         "overhead": _overhead,
-        "reduction": _reduction,
         "buckets": _buckets,
-        "pipeline": _pipeline,
     }
     return kinds[args.bench](recipe, args)
 
@@ -185,14 +144,11 @@ def _overhead(recipe: Recipe, args: argparse.Namespace) -> int:
     from paceline.bench.overhead import measure_overhead
     from paceline.cli.bench_report import describe_overhead
 
-    return _measure_pairs(recipe, args, measure_overhead, describe_overhead)
-
-
-def _reduction(recipe: Recipe, args: argparse.Namespace) -> int:
-    from paceline.bench.reduction import measure_reduction
-    from paceline.cli.bench_report import describe_reduction
-
-    return _measure_pairs(recipe, args, measure_reduction, describe_reduction)
+    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
+    _print_note(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
+    overhead = measure_overhead(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
+    print(json.dumps(asdict(overhead)) if args.json else describe_overhead(overhead))
+    return 0
 
 
 def _buckets(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -219,40 +175,6 @@ def _parse_sizes(text: str) -> list[float]:
             rule="--sizes is a comma-separated list of sizes of buckets in MiB.",
             fix="Write for example --sizes 5,25,100.",
         ) from None
-
-
-def _pipeline(recipe: Recipe, args: argparse.Namespace) -> int:
-    from paceline.bench.pipeline import measure_pipeline
-    from paceline.cli.bench_report import describe_pipeline
-    from paceline.pipeline.picture import check_svg, draw_panels, draw_times, write_svg
-
-    if args.svg is not None:
-        check_svg(args.svg)
-    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    names = " ".join(args.schedules) or "all schedules"
-    _print_note(f"measuring {names} on {num_ranks} ranks, {args.steps} steps each ...")
-    waits, runs = measure_pipeline(recipe, num_ranks, args.schedules, chunks=args.chunks, steps=args.steps)
-    if args.json:
-        print(json.dumps(asdict(waits)))
-    else:
-        print(describe_pipeline(waits))
-        if len(runs) == 1:
-            print("\n" + draw_times(runs[0].list_both(), shutil.get_terminal_size((120, 24)).columns), end="")
-    if args.svg is not None:
-        panels = [(title, run.schedule, each) for run in runs for title, each in run.list_both()]
-        write_svg(args.svg, draw_panels(panels))
-        _print_note(f"drawn into {args.svg}")
-    return 0
-
-
-def _measure_pairs(
-    recipe: Recipe, args: argparse.Namespace, measure: Callable[..., Any], describe: Callable[[Any], str]
-) -> int:
-    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    _print_note(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
-    found = measure(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
-    print(json.dumps(asdict(found)) if args.json else describe(found))
-    return 0
 
 
 def _parse_ranks(text: str, nproc: int | None) -> list[int]:

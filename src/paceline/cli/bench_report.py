@@ -10,8 +10,6 @@ from paceline.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from paceline.bench.buckets import Buckets
     from paceline.bench.overhead import Overhead
-    from paceline.bench.pipeline import PipelineWaits
-    from paceline.bench.reduction import Reduction
     from paceline.bench.scaling import Scaling, ScalingPoint
     from paceline.bench.spread import Spread
 
@@ -56,24 +54,6 @@ def describe_overhead(overhead: Overhead) -> str:
     return "\n\n".join([conditions, _format_facts(rows)])
 
 
-def describe_reduction(reduction: Reduction) -> str:
-    """Return the step time of the exact reduction against the fast one, and the conditions of the
-    measurement."""
-    conditions = _describe_pairs("exact against fast reduction", reduction, reduction.ratio.confidence)
-    of_a_ring = reduction.network_bytes / reduction.ring_bytes if reduction.ring_bytes else 1.0
-    rows = [
-        ("step, fast", _milliseconds(reduction.fast_s), ""),
-        ("step, exact", _milliseconds(reduction.exact_s), ""),
-        ("exact / fast", _span(reduction.ratio, ".3f"), "pair by pair"),
-        (
-            "sent over a network",
-            format_bytes(reduction.network_bytes),
-            f"per rank and step, {of_a_ring:.2f} of a ring's; CPU ranks of one machine share memory instead",
-        ),
-    ]
-    return "\n\n".join([conditions, _format_facts(rows)])
-
-
 def describe_buckets(found: Buckets) -> str:
     """Return a table of the sizes, the best one, and whether the graph is static."""
     confidence = found.sizes[0].step_s.confidence
@@ -107,52 +87,8 @@ def describe_buckets(found: Buckets) -> str:
     return "\n\n".join([conditions, rows, f"{verdict}\n{graph}"])
 
 
-def describe_pipeline(waits: PipelineWaits) -> str:
-    """Return a table of the idle shares of each schedule, and the conditions of the measurement."""
-    threads = f"{waits.threads_per_rank} thread{'s' if waits.threads_per_rank > 1 else ''}"
-    first = waits.schedules[0]
-    lines = [
-        f"waits of a pipeline: {format_count(waits.num_parameters)} parameters on {waits.num_ranks} ranks, "
-        f"{waits.device}",
-        f"  {waits.num_microbatches} microbatches of {waits.microbatch_size} samples per step, {threads} per "
-        "rank",
-        f"  {waits.num_steps} recorded steps per schedule; median and "
-        f"{first.measured.confidence:.0%} confidence interval",
-    ]
-    if waits.device == "cpu" and waits.num_ranks * waits.threads_per_rank > waits.num_cores:
-        lines.append(
-            f"  {waits.num_ranks} ranks of {threads} are more than the {waits.num_cores} cores: "
-            "they wait for each other"
-        )
-    table = [("schedule", "stages", "formula", "equal times", "simulated", "measured", "difference", "step")]
-    for row in waits.schedules:
-        table.append(
-            (
-                row.name,
-                str(row.stages_per_rank * waits.num_ranks),
-                "-" if row.formula is None else f"{row.formula:.1%}",
-                f"{row.equal:.1%}",
-                _span(row.simulated, ".1%"),
-                _span(row.measured, ".1%"),
-                _points(row.difference),
-                format_seconds(row.step_s.median),
-            )
-        )
-    notes = (
-        "shares of the time of all ranks from a step's first action to its last\n"
-        "equal times: simulated with one time for all actions\n"
-        "simulated: with the measured times by kind and stage\n"
-        "difference: measured less simulated, step by step, in points"
-    )
-    return "\n\n".join(["\n".join(lines), format_rows(table), notes])
-
-
-def _points(spread: Spread) -> str:
-    return f"{100 * spread.median:+.1f} ({100 * spread.low:+.1f}..{100 * spread.high:+.1f})"
-
-
 def _describe_pairs(
-    title: str, found: Overhead | Reduction | Buckets, confidence: float, blocks: str = "pairs of blocks"
+    title: str, found: Overhead | Buckets, confidence: float, blocks: str = "pairs of blocks"
 ) -> str:
     """Return the conditions under which pairs of blocks were measured."""
     threads = f"{found.threads_per_rank} thread{'s' if found.threads_per_rank > 1 else ''}"

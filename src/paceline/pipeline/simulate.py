@@ -124,20 +124,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     return Simulation(tuple(map(tuple, spans)), max(free), kept, stuck)
 
 
-def find_formula(schedule: Schedule) -> Time | None:
-    """Return the idle share by the formula for equal stages; `None` for an order that has none.
-
-    It is (P-1)/(vM+P-1) for P ranks of v stages and M microbatches (Huang et al. 2019, "GPipe"; Narayanan et
-    al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
-    """
-    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
-    chunks = schedule.num_stages // num_ranks
-    is_whole = chunks == 1 or num_microbatches % num_ranks == 0
-    if schedule.name not in ("gpipe", "1f1b", "interleaved", "bfs") or not is_whole:
-        return None
-    return (num_ranks - 1) / (chunks * num_microbatches + num_ranks - 1)
-
-
 def _result(action: Action) -> Action:
     """Return the name under which others wait for an action: gradients of inputs come in two kinds."""
     if action.kind is ActionKind.BACKWARD:

@@ -400,16 +400,6 @@ def check_numbers(**limits: tuple[float | None, int]) -> None:
             )
 
 
-def no_pipeline_error(layout: Layout) -> PacelineError:
-    """Return the error of recording a pipeline's actions without a pipeline."""
-    return PacelineError(
-        "PL493",
-        saw=f"recording_actions() under layout {str(layout)!r}.",
-        rule="Ranks of pp run actions of a schedule; other ranks run microbatches one after another.",
-        fix="Use a layout with pp=2 or more.",
-    )
-
-
 def sync_batchnorm_error(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
     """Return the error for statistics over ranks that do not run exactly one microbatch each."""
     return PacelineError(

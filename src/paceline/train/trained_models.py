@@ -9,11 +9,8 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.pipeline.timeline import Timeline
 from paceline.recipe.layout import Layout
 from paceline.train.average import Average, build_averages, no_average_error
-from paceline.train.building import no_pipeline_error
-from paceline.train.runners.staged import StagedRunner
 from paceline.train.update import GradientHook, Update
 from paceline.world import World
 
@@ -127,22 +124,6 @@ class TrainedModels:
             for update in self._updates.values():
                 stack.enter_context(update.silenced())
             yield
-
-    @contextmanager
-    def recording_actions(self) -> Iterator[Timeline]:
-        """Record when this rank does the actions of the steps inside, to measure the waits of a pipeline.
-
-        Raises:
-            PacelineError: PL493 without `pp`.
-        """
-        runner = next(iter(self._updates.values())).runner
-        if not isinstance(runner, StagedRunner):
-            raise no_pipeline_error(self.layout)
-        runner.timeline = Timeline(self.world.wait_for_device)
-        try:
-            yield runner.timeline
-        finally:
-            runner.timeline = None
 
     def count_parameters(self, model: str = "model") -> int:
         """Return the number of a model's parameters, trained and frozen, independent of the layout."""

@@ -49,7 +49,6 @@ from paceline.parallel.sums.gradients import Gradients
 from paceline.phrases import first_line
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind
-from paceline.pipeline.timeline import Timeline
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.train.runners.staged_forwards import StagedForwards
 from paceline.train.runners.work import Round, Work
@@ -107,14 +106,10 @@ class StagedRunner(StagedForwards):
     Args:
         name, model, mesh, settings: as for `Runner`.
         laid_out: the result of laying out the model.
-
-    Attributes:
-        timeline: records the actions of the following steps, if it is set.
     """
 
     def __init__(self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh, **settings: Any) -> None:
         super().__init__(name, model, laid_out, mesh, **settings)
-        self.timeline: Timeline | None = None
         apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
         # The last stage first, in which order sums over the data ranks are started.
         self._reductions = build_sums(
@@ -238,8 +233,6 @@ class StagedRunner(StagedForwards):
                 needs = {m: transfer.take(m) for m in list_needs(action, schedule.num_stages, self._shared)}
                 waited_s += time.perf_counter() - started_s
                 with ExitStack() as stack:
-                    if self.timeline is not None:
-                        stack.enter_context(self.timeline.measuring(action))
                     counter = None
                     if work.count_flops and action.microbatch == 0:
                         stack.enter_context(torch.compiler.set_stance("force_eager"))

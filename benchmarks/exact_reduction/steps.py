@@ -1,5 +1,7 @@
 """Measures the cost of the exact reduction: its steps against those of the fast one.
 
+    python benchmarks/exact_reduction/steps.py RECIPE --nproc 2 [--steps 5] [--repeats 10] [--set KEY=VALUE]
+
 Both kinds run in the same processes, in alternating blocks (A B, B A, A B ...), so that a machine that slows
 down affects both. Each has its own model, optimizer and buckets and takes the same steps on the same batches,
 with the same number of threads.
@@ -10,8 +12,11 @@ weights differ in their last bits meet them at different steps. That would be co
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,14 +27,15 @@ from paceline.comm.tree import plan_reduction
 from paceline.data import build_data, prepare_data
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
-from paceline.recipe import Recipe
+from paceline.recipe import Recipe, load_recipe
 from paceline.train.run import build_trainer
 from paceline.train.trainer import Trainer
+from paceline.units import format_bytes, format_count
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The result of `measure_reduction`; `dataclasses.asdict` of it is JSON-able.
+    """The result of `measure_reduction`.
 
     Attributes:
         num_ranks: how many.
@@ -73,16 +79,11 @@ class Reduction:
 def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats: int = 10) -> Reduction:
     """Time steps with the exact reduction against steps with the fast one, alternating in one run.
 
-    Call it in a process that is not a rank itself: it starts ranks of its own.
-
     Args:
         recipe: what to train. Its layout, length, reduction and checkpoints play no part.
         num_ranks: how many; on 1 rank only the order of the additions differs.
         steps: in a block.
         repeats: pairs of blocks.
-
-    Raises:
-        PacelineError: PL620 for numbers below 1, PL320 to PL326 for ranks that cannot be started.
     """
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
     check_launch(num_ranks, recipe.train.device)
@@ -172,3 +173,42 @@ def _summarise(found: list[_ReductionTimes], recipe: Recipe, steps: int) -> Redu
         fast_blocks_s=fast_s,
         exact_blocks_s=exact_s,
     )
+
+
+def describe(found: Reduction) -> str:
+    """Return the times and bytes as lines of text."""
+    of_a_ring = found.network_bytes / found.ring_bytes if found.ring_bytes else 1.0
+    return (
+        f"{format_count(found.num_parameters)} parameters on {found.num_ranks} ranks, {found.device}, "
+        f"{found.num_repeats} pairs of blocks of {found.num_steps} steps, "
+        f"{found.ratio.confidence:.0%} confidence\n"
+        f"step, fast    {_span(found.fast_s, 1e3, '.4g')} ms\n"
+        f"step, exact   {_span(found.exact_s, 1e3, '.4g')} ms\n"
+        f"exact / fast  {_span(found.ratio, 1.0, '.3f')}, pair by pair\n"
+        f"sent          {format_bytes(found.network_bytes)} per rank and step, {of_a_ring:.2f} of a ring's"
+    )
+
+
+def _span(spread: Spread, scale: float, spec: str) -> str:
+    low, middle, high = (scale * value for value in (spread.low, spread.median, spread.high))
+    return f"{middle:{spec}} ({low:{spec}}..{high:{spec}})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--set", dest="settings", action="append", default=[])
+    parser.add_argument("--out", type=Path, help="keeps every block's time")
+    args = parser.parse_args()
+    recipe = load_recipe(args.recipe, args.settings)
+    found = measure_reduction(recipe, args.nproc, steps=args.steps, repeats=args.repeats)
+    if args.out is not None:
+        args.out.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    print(describe(found))
+
+
+if __name__ == "__main__":
+    main()
