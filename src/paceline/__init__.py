@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.launching.watcher import JobStuck
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.average import Average
-    from paceline.train.loop import Loop
+    from paceline.train.loop import Loop, parallelize
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
     from paceline.verifying.check import verify
@@ -39,6 +39,7 @@ __all__ = [
     "__version__",
     "launch",
     "load_recipe",
+    "parallelize",
     "start",
     "verify",
 ]
@@ -55,6 +56,7 @@ _HOMES = {
     "World": "world",
     "launch": "launching.local",
     "load_recipe": "recipe",
+    "parallelize": "train.loop",
     "start": "world",
     "verify": "verifying.check",
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
@@ -24,12 +27,13 @@ from paceline.train.foreign import explain_arguments, open_models
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
 from paceline.train.own_loader import LoopLoader, open_loader
-from paceline.train.own_optimizers import take_optimizers
+from paceline.train.own_optimizers import take_optimizers, unknown_error
 from paceline.train.own_step import LoopStep
 from paceline.train.runners.work import OwnLoop, Work
-from paceline.train.several import list_parts
+from paceline.train.several import Several, list_parts
 from paceline.train.training import Training
 from paceline.train.update import Update, Updated
+from paceline.train.whole_steps import WholeSteps, build_whole_steps
 from paceline.world import current_world
 
 
@@ -56,7 +60,7 @@ class Loop(Training):
         models: a module (rank 0's weights are broadcast), or several by name. They are laid out in place.
         optimizers: over their parameters, without state so far: one, a list, or a dict by name. Its groups
             are pointed at the laid-out parameters by full name. Or a function from the list of all (full
-            name, parameter) pairs to an optimizer.
+            name, parameter) pairs to an optimizer, which `optimizer` then is. `None`: see `parallelize`.
         layout: degrees, see `Trainer`; without pp. Several models: `dp_replicate` only.
         example: a batch of a few samples for `forward`. Required for tp and cp, which trace one forward.
         forward: from (model, batch) to the output, for the example and as the default of `evaluate`. Default:
@@ -114,7 +118,8 @@ class Loop(Training):
         self._is_several = isinstance(models, Mapping)
         model = _join_models(models)
         _check_arguments(dtype=dtype, on_nonfinite=on_nonfinite, means=means)
-        factory, self._own_optimizers = take_optimizers(optimizers, model)
+        self._is_layout_alone = optimizers is None
+        factory = take_optimizers(optimizers, model)
         named |= {
             "model": model,
             "optimizer": factory,
@@ -234,6 +239,23 @@ class Loop(Training):
         self._saver.has_raw_batches = True
         return self.open(Share(0, 0, num_samples, num_owned, pairs, [range(*cuts[number]) for number in own]))
 
+    def own(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
+        """Return a step from samples that only this rank has; its inner loop has microbatches of them.
+
+        The ranks' samples together are the global batch. Costs one small collective.
+
+        Args:
+            batch: a nest of tensors with this rank's samples along their first dimension. Ranks may have
+                different numbers of samples, or none (empty tensors); those of tp and cp bring the same ones.
+            microbatch_size: samples per forward. Default: that of the loop, or all samples of the rank.
+
+        Raises:
+            PacelineError: PL419 if ranks bring the same samples, PL668 if those of tp or cp do not.
+        """
+        share = self._raw_batches.share(batch, microbatch_size or self.microbatch_size)
+        self._saver.has_raw_batches = True
+        return self.open(share)
+
     def _share_out(self, num_microbatches: int) -> tuple[range, tuple[int, ...]]:
         rank, size = (0, 1) if self._dp is None else (self._dp.rank, self._dp.size)
         return owned_microbatches(num_microbatches, size, rank), count_owned(num_microbatches, size)
@@ -261,7 +283,19 @@ class Loop(Training):
         """Write a checkpoint of the last step, see `Trainer.save`; after the loop's own updates of it."""
         if not self._is_in_step:
             self.end_step()
-        return super().save(wait=wait)
+        saved = super().save(wait=wait)
+        self._before_write()  # the loop may write to weights at any time
+        return saved
+
+    def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
+        if self._is_layout_alone:
+            raise PacelineError(
+                "PL647",
+                saw="resume() of a model that paceline.parallelize has laid out.",
+                rule="A checkpoint has the optimizer's state too, and parallelize knows no optimizer.",
+                fix="Use paceline.Loop(model, optimizer), or save whole_state() yourself.",
+            )
+        return super().resume(folder, accept=accept)
 
     def leave_if_asked(self) -> None:
         self.end_step()
@@ -328,6 +362,11 @@ class Loop(Training):
         """The update of all models."""
         return self._updates["model"]
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; of several, one whose `step` steps all."""
+        return self.update.optimizer
+
     def begin_pass(self, share: Share, number: int, left_out: Sequence[Tensor], *, is_numbered: bool) -> Work:
         """Begin a pass over a step's microbatches, the first one with the checks of a step."""
         if not number:
@@ -381,30 +420,87 @@ class Loop(Training):
         return value
 
     def _hook_optimizers(self) -> None:
-        """Make the optimizers' steps wait for saves, and see tensors that their kernels can handle."""
-        update = self.update
-        for optimizer in self._own_optimizers or list_parts(update.optimizer):
-            stack = ExitStack()
+        """Make the steps of optimizers over these models see tensors that their kernels can handle."""
+        update, stacks = self.update, WeakKeyDictionary[Optimizer, ExitStack]()
+        mine = set(map(id, self.model.parameters()))
+        whole_steps: WeakKeyDictionary[Optimizer, WholeSteps | None] = WeakKeyDictionary()
 
-            def begin(_optimizer: Optimizer, *_: Any, stack: ExitStack = stack) -> None:
-                if self._is_in_step:
-                    raise PacelineError(
-                        "PL649",
-                        saw="optimizer.step() inside of the loop over a step's microbatches.",
-                        rule="Gradients are summed over microbatches and ranks at the end of that loop.",
-                        fix="Call it after the inner loop, once per step.",
+        def begin(optimizer: Optimizer, *_: Any) -> None:
+            groups = optimizer.param_groups
+            if isinstance(optimizer, Several) or not any(id(p) in mine for g in groups for p in g["params"]):
+                return
+            if self._is_in_step:
+                raise PacelineError(
+                    "PL649",
+                    saw="optimizer.step() inside of the loop over a step's microbatches.",
+                    rule="Gradients are summed over microbatches and ranks at the end of that loop.",
+                    fix="Call it after the inner loop, once per step.",
+                )
+            if optimizer not in whole_steps:
+                whole_steps[optimizer] = update.whole_steps
+                if self._is_layout_alone:
+                    whole_steps[optimizer] = build_whole_steps(
+                        optimizer, self.model, update.placement, self._mesh
                     )
-                self._before_write()
-                if update.whole_steps is not None:
-                    stack.enter_context(update.whole_steps.plain(_optimizer))
-                if self.layout.dp_shard > 1:
-                    stack.enter_context(split_groups(_optimizer))
+                elif optimizer not in list_parts(update.optimizer) and not any(
+                    group is other for group in groups for other in update.optimizer.param_groups
+                ):  # one inside of a user's own optimizer shares its groups
+                    raise unknown_error(optimizer)
+            stack = stacks[optimizer] = ExitStack()
+            if (plain := whole_steps[optimizer]) is not None:
+                stack.enter_context(plain.plain(optimizer))
+            if self.layout.dp_shard > 1:
+                stack.enter_context(split_groups(optimizer))
 
-            def end(*_: Any, stack: ExitStack = stack) -> None:
-                stack.close()
+        def end(optimizer: Optimizer, *_: Any) -> None:
+            stacks.pop(optimizer, ExitStack()).close()
 
-            optimizer.register_step_pre_hook(begin)
-            optimizer.register_step_post_hook(end)
+        self.world.on_close(register_optimizer_step_pre_hook(begin).remove)
+        self.world.on_close(register_optimizer_step_post_hook(end).remove)
+
+
+def parallelize(
+    model: nn.Module,
+    layout: str | Layout = "",
+    *,
+    example: Any = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+    weight: Callable[[Any], Any] | None = None,
+    means: Sequence[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
+    experts: Mapping[str, bool] | None = None,
+    shard: ShardSection | Mapping[str, Any] | None = None,
+    ddp: DdpSection | Mapping[str, Any] | None = None,
+    dtype: str = "fp32",
+    reduction: str = "exact",
+    microbatch_size: int | None = None,
+    seed: int | None = None,
+    compile: bool = False,
+    on_nonfinite: Literal["skip", "keep"] = "skip",
+) -> Loop:
+    """Lay out a model in place, and nothing else: data, optimizer and checkpoints are the caller's.
+
+        laid_out = paceline.parallelize(model, "dp_shard=2 tp=2", example=batch)
+        optimizer = torch.optim.AdamW(model.parameters())     # after it: parameters were replaced
+        for batch in batches_of_this_rank:
+            for part in laid_out.own(batch):
+                criterion(model(part["x"]), part["y"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    After the inner loop `p.grad` is the gradient of the mean over the samples of all ranks, on every rank.
+    Collective: call it on every rank of the current world, with the same arguments.
+
+    Args:
+        model: a module; rank 0's weights are broadcast.
+        layout, example, forward, weight, means, tp_plan, experts, shard, ddp, dtype, reduction,
+            microbatch_size, seed, compile, on_nonfinite: as for `Loop`.
+
+    Returns:
+        A `Loop` without an optimizer. Its steps come from `own`, `split`, `step` or `loader`; `resume` and
+        `save` are refused (PL647).
+    """
+    return Loop(optimizers=None, models=model, **{k: v for k, v in locals().items() if k != "model"})
 
 
 # What a loop does not take, by the names of `Arguments`.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from paceline.errors import PacelineError
 from paceline.phrases import name_some
@@ -14,18 +14,21 @@ from paceline.phrases import name_some
 Named = list[tuple[str, nn.Parameter]]
 
 
-def take_optimizers(given: Any, model: nn.Module) -> tuple[Callable[[Named], Any], list[Optimizer]]:
-    """Return a factory of a loop's optimizers, and those that exist already.
+def take_optimizers(given: Any, model: nn.Module) -> Callable[[Named], Any]:
+    """Return a factory of a loop's optimizers.
 
     Args:
-        given: an optimizer, a list or dict of them, or a function from (full name, parameter) pairs.
+        given: an optimizer, a list or dict of them, a function from (full name, parameter) pairs, or `None`
+            for one that stands in for optimizers of which nothing is known.
         model: whose parameters they have, not laid out yet.
 
     Raises:
         PacelineError: PL647 for optimizers that cannot be pointed at the laid-out parameters.
     """
+    if given is None:
+        return lambda named: SGD([p for _, p in named if p.requires_grad], lr=0.0)
     if callable(given) and not isinstance(given, Optimizer):
-        return given, []
+        return given  # type: ignore[no-any-return]
     optimizers = list(given.values()) if isinstance(given, Mapping) else given
     optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -39,7 +42,7 @@ def take_optimizers(given: Any, model: nn.Module) -> tuple[Callable[[Named], Any
                 group["params"] = [new[names[id(p)]] for p in group["params"]]
         return optimizers
 
-    return point, optimizers
+    return point
 
 
 def _check(optimizer: Any, names: Mapping[int, str]) -> None:
@@ -67,6 +70,15 @@ def _check(optimizer: Any, names: Mapping[int, str]) -> None:
             "Build it over the parameters of the models passed to Loop, after they have got their dtype and "
             "before anything else replaces them; or pass lambda named: ...",
         )
+
+
+def unknown_error(optimizer: Optimizer) -> PacelineError:
+    """Return PL647, for an optimizer over the models' parameters that the loop did not get."""
+    return _optimizer_error(
+        f"a step of {type(optimizer).__name__}, which was not passed to the loop and has its parameters.",
+        "Its state would be neither saved nor laid out.",
+        "Pass it to Loop(models, optimizers); one that the loop builds of a function is loop.optimizer.",
+    )
 
 
 def _optimizer_error(saw: str, rule: str, fix: str) -> PacelineError:
