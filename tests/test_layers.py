@@ -25,7 +25,7 @@ ROWS: list[tuple[str, ...]] = [
     ("devices",),
     ("world",),
     ("mesh",),
-    ("comm", "memory"),
+    ("comm", "memory", "sinks"),
     ("parallel", "checkpoint"),
     ("train", "launching"),
     ("verifying", "profiling", "doctor", "watch", "bench"),

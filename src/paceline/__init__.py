@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.launching.local import launch
     from paceline.launching.watcher import JobStuck
     from paceline.recipe import Recipe, load_recipe
+    from paceline.sinks.sink import Sink
     from paceline.train.average import Average
     from paceline.train.loop import Loop, parallelize
     from paceline.train.stopping import Stopped
@@ -33,6 +34,7 @@ __all__ = [
     "PacelineError",
     "RankFailed",
     "Recipe",
+    "Sink",
     "Stopped",
     "Trainer",
     "World",
@@ -51,6 +53,7 @@ _HOMES = {
     "PacelineError": "errors",
     "RankFailed": "launching.ending.endings",
     "Recipe": "recipe",
+    "Sink": "sinks.sink",
     "Stopped": "train.stopping",
     "Trainer": "train.trainer",
     "World": "world",

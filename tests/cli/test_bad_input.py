@@ -326,7 +326,7 @@ def test_disk_full_during_a_save(folder: Path, small_disk: Path) -> None:
         "--set",
         "model.hidden=32",
         "--set",
-        "metrics.tensorboard=false",
+        "metrics.sinks=[]",
     ]
     done = paceline(folder, *words, "--nproc", "2")
     check_told(done, ["disk", "PL5"])

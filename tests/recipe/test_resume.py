@@ -62,7 +62,7 @@ def test_changes_are_listed_with_old_and_new() -> None:
         "ddp.bucket_cap_mb=1.0",
         "loader.num_workers=2",
         "checkpoint.every=1",
-        "metrics.tensorboard=false",
+        "metrics.sinks=[]",
         "data.cache_dir=/somewhere/else",
     ],
 )

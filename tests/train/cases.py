@@ -148,7 +148,7 @@ def text_recipe(folder: Path, kind: str = "gpt") -> dict[str, Any]:
         },
         "train": {"steps": 20, "global_batch_size": 16, "microbatch_size": 5},
         "optimizer": {"kind": "adamw", "lr": 3e-3, "warmup_steps": 3},
-        "metrics": {"tensorboard": False},
+        "metrics": {"sinks": []},
     }
 
 
@@ -159,5 +159,5 @@ def digits_recipe() -> dict[str, Any]:
         "data": {"kind": "digits"},
         "train": {"steps": 20, "global_batch_size": 100, "microbatch_size": 20},
         "optimizer": {"kind": "sgd", "lr": 0.1},
-        "metrics": {"tensorboard": False},
+        "metrics": {"sinks": []},
     }

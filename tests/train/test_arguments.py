@@ -88,7 +88,7 @@ def test_the_table_of_settings_names_what_a_recipe_and_a_trainer_share() -> None
         "microbatch_size": (4, None),
         "clip_norm": (1.0, 0.0),
         "seed": (0, None),
-        "tensorboard": (True, False),
+        "sinks": (["tensorboard"], ()),
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.event_file import EventFile
+from paceline.sinks.event_file import EventFile
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.sinks.feed import Feed
+from paceline.sinks.sink import Start, build_sinks
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory, read_rows
 from paceline.train.step import Step
 from paceline.train.trainer import Trainer
@@ -95,8 +98,13 @@ def test_several_models_have_a_loss_each() -> None:
     assert found["skipped"] == "the loss is nan"
 
 
+def open_feed(folder: Path, last_step: int = 0) -> Callable[[], Feed]:
+    return lambda: Feed(build_sinks("tensorboard"), Start(folder, last_step))
+
+
 def write(folder: Path, steps: list[int], *, last_step: int, tensorboard: bool = False) -> None:
-    writer = MetricsWriter(folder, last_step=last_step, tensorboard=tensorboard)
+    feed = open_feed(folder, last_step) if tensorboard else None
+    writer = MetricsWriter(folder, last_step=last_step, open_feed=feed)
     for number in steps:
         writer.write(row(number))
         if number % 2 == 0:
@@ -141,7 +149,7 @@ def refuse_constant(text: str) -> float:
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
+    writer = MetricsWriter(tmp_path, last_step=0, open_feed=open_feed(tmp_path))
     for number, loss in enumerate((1.0, math.nan, math.inf, -math.inf), 1):
         writer.write(row(number, loss=loss))
     writer.write_evaluation(4, {"loss": math.nan})
@@ -233,21 +241,21 @@ def test_rank_0_writes_what_all_ranks_did(ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_lines_that_are_no_rows_are_kept_beside_the_file(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, last_step=0)
     for number in (1, 2):
         writer.write(row(number))
     writer.close()
     path = tmp_path / "metrics.jsonl"
     spoilt = path.read_bytes() + b'\xff\0\n[1]\n{"step": "x"}\n5\n' + b"[" * 5000 + b'\n{"step": 3'
     path.write_bytes(spoilt)
-    MetricsWriter(tmp_path, last_step=2, tensorboard=False).close()
+    MetricsWriter(tmp_path, last_step=2).close()
     assert [found["step"] for found in read_rows(path)] == [1, 2]
     assert path.read_bytes().count(b"\n") == 2
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == spoilt
 
 
 def test_a_full_disk_has_a_code_and_does_not_come_twice(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, last_step=0)
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         os.dup2(full.fileno(), writer._steps.fileno())
     with pytest.raises(PacelineError, match="No space left") as caught:
@@ -260,7 +268,7 @@ def test_a_full_disk_has_a_code_and_does_not_come_twice(tmp_path: Path) -> None:
 def test_a_folder_that_goes_away_ends_the_run(tmp_path: Path, removes: bool) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    writer = MetricsWriter(folder, last_step=0, tensorboard=False)
+    writer = MetricsWriter(folder, last_step=0)
     writer.write(row(1))
     if removes:
         shutil.rmtree(folder)
@@ -278,7 +286,7 @@ def test_a_folder_that_goes_away_ends_the_run(tmp_path: Path, removes: bool) -> 
 def test_another_working_folder_is_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    writer = MetricsWriter(Path("run"), last_step=0, tensorboard=False)
+    writer = MetricsWriter(Path("run"), last_step=0)
     monkeypatch.chdir("/")
     writer.write(row(1))
     writer.close()

@@ -164,7 +164,7 @@ def test_compression_that_begins_after_the_last_epoch_is_refused() -> None:
 
 
 def test_without_validation_data(ranks: Pool, tmp_path: Path) -> None:
-    settings = ["train.steps=2", "data.valid_fraction=0.0", "metrics.tensorboard=true"]
+    settings = ["train.steps=2", "data.valid_fraction=0.0", 'metrics.sinks=["tensorboard"]']
     (summary, told), _ = ranks.run(run, args=(digits_recipe(), str(tmp_path / "run"), settings))
     assert summary["valid"] is None
     assert told.evaluations == []

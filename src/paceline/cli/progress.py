@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from paceline.recipe import Layout
+from paceline.sinks.sink import Sink, Start
 from paceline.train.evaluation import Evaluation
 from paceline.train.step import Step
-from paceline.units import format_count
+from paceline.units import format_count, format_seconds
 from paceline.world import World
 
 _LINE_EVERY_S = 10.0
@@ -81,3 +83,35 @@ class ProgressPrinter:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class ProgressSink(Sink):
+    """The sink `progress`: a line with the time left, at most every 10 s, for a loop that prints nothing."""
+
+    name = "progress"
+
+    def begin(self, start: Start) -> None:
+        self._num_steps, self._first_step = start.num_steps, start.first_step
+        self._began_s: float | None = None
+        self._last_line_s = 0.0
+
+    def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
+        if "loss" not in values:  # values that were logged later
+            return
+        if self._began_s is None:
+            self._began_s, self._first_step = wall_s, number
+        is_last = number == self._num_steps
+        if wall_s - self._last_line_s < _LINE_EVERY_S and not is_last:
+            return
+        self._last_line_s = wall_s
+        text = f"step {number}" + (f"/{self._num_steps}" if self._num_steps else "")
+        text += f"  loss {values['loss']:.4f}  {format_count(values.get('samples_per_s', 0.0))} samples/s"
+        num_taken = number - self._first_step
+        if self._num_steps and num_taken and not is_last:
+            left_s = (wall_s - self._began_s) / num_taken * (self._num_steps - number)
+            text += f"  {format_seconds(left_s)} left"
+        print(text, file=sys.stderr, flush=True)
+
+    def evaluation(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        print(f"step {number}: validation {shown}", file=sys.stderr, flush=True)

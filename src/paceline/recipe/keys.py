@@ -91,7 +91,7 @@ SETTINGS = (
     RecipeKey("checkpoint.asynchronous", "asynchronous_saves"),
     RecipeKey("checkpoint.max_failed", "max_failed_saves"),
     RecipeKey("metrics", may_change="what is written, not what is computed"),
-    RecipeKey("metrics.tensorboard", "tensorboard", is_local=True),
+    RecipeKey("metrics.sinks", "sinks", is_local=True),
     RecipeKey("metrics.peak_flops", "peak_flops", is_local=True),
 )
 

@@ -495,8 +495,9 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     """The settings of metrics and event files."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files beside `metrics.jsonl`."""
+    sinks: list[str] = Field(default=["tensorboard"])
+    """What gets the metrics beside `metrics.jsonl`: `"csv"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, or names
+    of entry points `paceline.sinks` of other packages."""
     peak_flops: PositiveFloat | None = None
     """Peak FLOP/s of one rank's device in the training dtype; MFU is a share of it. Default: the known value
     for common GPUs; none for CPUs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
 from paceline.recipe.layout import MEASURED
 from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.sinks.sink import Sink, build_sinks
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -92,7 +94,7 @@ class Arguments:
     checkpoint_copies: int | Literal["auto"]
     asynchronous_saves: bool
     max_failed_saves: int
-    tensorboard: bool
+    sinks: str | Sink | Sequence[str | Sink]
     tokens_per_sample: int | None
     peak_flops: float | None
     recipe_toml: str | None
@@ -208,20 +210,28 @@ class Arguments:
             return None
         return build_timed(self.forward or call_model, self.loss, precision, example, self.microbatch_size)
 
-    def build_records(self, world: World, layout: Layout) -> StepRecords:
+    def build_records(
+        self, world: World, layout: Layout, describe: Callable[[], dict[str, Any]]
+    ) -> StepRecords:
         """Return what writes the run's metrics.
 
         Args:
             world: the ranks.
             layout: of the ranks.
+            describe: returns the settings of the run that is not a recipe's.
         """
+        recipe = self.recipe_toml
+        if recipe is not None:
+            describe = lambda: _flatten(tomllib.loads(recipe))  # noqa: E731
         return StepRecords(
             world,
             layout,
             dtype=self.dtype,
             peak_flops=self.peak_flops,
             tokens_per_sample=self.tokens_per_sample,
-            tensorboard=self.tensorboard,
+            sinks=build_sinks(self.sinks),
+            describe=describe,
+            needs_folder=recipe is None,  # `verify` and `bench` run recipes without one
         )
 
     def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
@@ -276,6 +286,10 @@ class Arguments:
             RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),
             RunSetting("recipe", self.recipe_toml),
         ]
+
+
+def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": each for section, keys in table.items() for key, each in keys.items()}
 
 
 def missing_loss_error() -> PacelineError:

@@ -19,6 +19,7 @@ from paceline.parallel.order import Settings
 from paceline.parallel.shard.whole import split_groups
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments
 from paceline.train.batches import check_same_batch, count_samples, cut_samples
 from paceline.train.building import call_model, check_numbers, check_several
@@ -72,7 +73,7 @@ class Loop(Training):
         on_nonfinite: `"skip"`: if the gradient is not finite, `p.grad` is `None` after the inner loop, so an
             optimizer leaves weights and state alone. `"keep"`: it stays, for a `GradScaler`.
         tp_plan, experts, shard, ddp, reduction, microbatch_size, seed, compile, ema, max_skipped_in_a_row,
-            keep, checkpoint_mode, checkpoint_copies, asynchronous_saves, max_failed_saves, tensorboard,
+            keep, checkpoint_mode, checkpoint_copies, asynchronous_saves, max_failed_saves, sinks,
             tokens_per_sample, peak_flops: as for `Trainer`.
 
     Raises:
@@ -108,7 +109,7 @@ class Loop(Training):
         checkpoint_copies: int | Literal["auto"] = "auto",
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
-        tensorboard: bool = False,
+        sinks: str | Sink | Sequence[str | Sink] = (),
         tokens_per_sample: int | None = None,
         peak_flops: float | None = None,
     ) -> None:

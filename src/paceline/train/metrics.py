@@ -1,4 +1,4 @@
-"""Writes a run's metrics: `metrics.jsonl`, `evaluations.jsonl`, TensorBoard event files. Rank 0 only."""
+"""Writes a run's metrics to `metrics.jsonl` and `evaluations.jsonl`, and to sinks. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from paceline.errors import PacelineError
+from paceline.sinks.feed import Feed, Row
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder
-from paceline.train.event_file import EventFile
 from paceline.train.step import SaveTimes, Step
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ _PEAK_FLOPS = {
 }
 # Rows of short steps are collected for this long before they are written.
 _FLUSH_S = 1.0
-_TENSORBOARD_KEYS = ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_s", "comm_s")
 
 
 def find_peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -61,12 +60,12 @@ class MetricsWriter:
         folder: the run's folder.
         last_step: the step that the run resumes from. Later rows of an earlier, killed start are dropped, so
             that the file holds each step once.
-        tensorboard: also write event files.
+        open_feed: returns the feed of sinks, once the folder is ready; `None` without sinks.
 
     Every method raises PL522 if the folder was renamed or removed, and PL523 if a write fails.
     """
 
-    def __init__(self, folder: Path, *, last_step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, last_step: int, open_feed: Callable[[], Feed] | None = None) -> None:
         self._path = folder / METRICS
         self._pending: list[tuple[float, dict[str, Any]]] = []
         self._last_flush_s = -math.inf
@@ -78,9 +77,8 @@ class MetricsWriter:
                 drop_rows_after(folder / name, last_step)
             self._steps = (folder / METRICS).open("a", encoding="utf-8")
             self._evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
-            self._tensorboard = (
-                EventFile(folder / "tensorboard", purge_step=last_step + 1) if tensorboard else None
-            )
+        self._last_row: dict[str, Any] = {}
+        self.feed = open_feed() if open_feed is not None else None
 
     def measure_memory(self, device: torch.device) -> int:
         """Return the peak bytes; measure them only when rows are written, because that takes up to 0.4 ms."""
@@ -91,19 +89,41 @@ class MetricsWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Append a step's row; the first call over 1 s after the last flush writes all rows to the file."""
         self._pending.append((time.time(), row))
+        self._last_row = row
         if self._is_due():
             self.flush()
+
+    def amend(self, values: Mapping[str, float]) -> None:
+        """Add values to the last row, also if it is in the file already.
+
+        Raises:
+            PacelineError: PL734 if the row has another value of such a name.
+        """
+        row = self._last_row
+        taken = [name for name in values if name == "step" or not _is_free(row.get(name))]
+        if taken or not row:
+            raise _log_error(taken[0] if taken else next(iter(values)), row)
+        row |= values
+        if self._pending:
+            return
+        with self._writing():
+            self._folder.check()
+            rest = _dump(dict(values))
+            with self._path.open("r+b") as file:
+                # The row then is torn or complete whenever this process is killed.
+                file.seek(-len(b"}\n"), os.SEEK_END)
+                file.write(f", {rest[1:]}\n".encode())
+        if self.feed is not None:
+            self.feed.send(steps=[(row["step"], _list_numbers(values), time.time())])
 
     def flush(self) -> None:
         """Write the collected rows; many at once take half the time, which matters for short steps."""
         with self._writing():
             self._folder.check()
             _append(self._steps, [row for _, row in self._pending])
-            if self._tensorboard is not None:
-                for wall_s, row in self._pending:
-                    known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
-                    finite = {f"train/{key}": x for key, x in known.items() if not _is_not_finite(x)}
-                    self._tensorboard.write(row["step"], finite, wall_s)
+        if self.feed is not None and self._pending:
+            rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in self._pending]
+            self.feed.send(steps=rows)
         self._pending.clear()
         self._last_flush_s = time.monotonic()
 
@@ -112,9 +132,8 @@ class MetricsWriter:
         self.flush()
         with self._writing():
             _append(self._evaluations, [{"step": step, **values}])
-            if self._tensorboard is not None:
-                named = {f"valid/{key}": value for key, value in values.items()}
-                self._tensorboard.write(step, named, time.time())
+        if self.feed is not None:
+            self.feed.send(evaluation=(step, values, time.time()))
 
     def close(self) -> None:
         """Flush and close the files; an earlier failure is not raised again."""
@@ -122,10 +141,11 @@ class MetricsWriter:
             if not self._has_failed:
                 self.flush()
         finally:
-            for file in (self._steps, self._evaluations, self._tensorboard, self._folder):
-                if file is not None:
-                    with contextlib.suppress(OSError):  # rows that do not fit on a full disk
-                        file.close()
+            for file in (self._steps, self._evaluations, self._folder):
+                with contextlib.suppress(OSError):  # rows that do not fit on a full disk
+                    file.close()
+            if self.feed is not None:
+                self.feed.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -240,9 +260,56 @@ def drop_rows_after(path: Path, last_step: int) -> None:
 
 def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        # JSON has no numbers that are not finite.
-        file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
+        file.write(_dump(row) + "\n")
     file.flush()
+
+
+def _dump(row: dict[str, Any]) -> str:
+    # JSON has no numbers that are not finite.
+    return json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()})
+
+
+def _list_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row, which all sinks take."""
+    return {key: x for key, x in row.items() if key != "step" and isinstance(x, (int, float))}
+
+
+def read_number(name: str, value: Any) -> float:
+    """Return a value to log as a number; raise PL734 for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PacelineError(
+            "PL734",
+            saw=f"log({name}={_describe(value)}).",
+            rule="A row of metrics has numbers, and tensors of one.",
+            fix="Log its mean or another number of it.",
+        ) from None
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value)[:40] if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
+
+
+def _is_free(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _log_error(name: str, row: Mapping[str, Any]) -> PacelineError:
+    if not row:
+        return PacelineError(
+            "PL734",
+            saw=f"log({name}=...) before the first step of this start.",
+            rule="Values are added to the row of the latest step.",
+            fix="Call it after trainer.step(batch).",
+        )
+    return PacelineError(
+        "PL734",
+        saw=f"log({name}=...), but the row of step {row['step']} has {name}={row.get(name)!r}.",
+        rule="The names in a row of metrics are different.",
+        fix=f"Choose another name, for example my_{name}.",
+    )
 
 
 def _is_not_finite(value: Any) -> bool:

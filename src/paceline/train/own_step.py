@@ -17,6 +17,7 @@ from paceline.generators import preserved_generators
 from paceline.parallel.placement import local
 from paceline.torch_seams.operators import multiply_each
 from paceline.torch_seams.tensors import read_version
+from paceline.train.metrics import read_number
 from paceline.train.runners.work import IDLE, Round, Work
 from paceline.train.update import CLIP_EPS, Updated
 
@@ -164,8 +165,8 @@ class LoopStep:
         return norm
 
     def log(self, **values: float) -> None:
-        """Add values of rank 0 to this step's line in metrics.jsonl."""
-        self._values |= {name: float(value) for name, value in values.items()}
+        """Add values of rank 0 to this step's row of metrics, see `Trainer.log`."""
+        self._values |= {name: read_number(name, value) for name, value in values.items()}
 
     def close(self, *, quietly: bool = False) -> None:
         """End the step: record it, and move the position in the data behind it.

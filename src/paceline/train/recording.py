@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
-from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
+from paceline.sinks.feed import Feed
+from paceline.sinks.sink import Sink, Start
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, read_number
+from paceline.train.state.saving import SaveHandle
 from paceline.train.step import SaveTimes, Step
 from paceline.train.update import ONE_IS_NAN, Update
 from paceline.world import World
@@ -25,7 +29,9 @@ class StepRecords:
         dtype: of the training.
         peak_flops: of one rank's device; `None` to use the known value of a common GPU.
         tokens_per_sample: for tokens/s.
-        tensorboard: whether to write event files.
+        sinks: what else gets the metrics.
+        describe: returns the settings of the run, for sinks.
+        needs_folder: whether sinks without a run's folder are a mistake.
     """
 
     def __init__(
@@ -36,13 +42,18 @@ class StepRecords:
         dtype: str,
         peak_flops: float | None,
         tokens_per_sample: int | None,
-        tensorboard: bool,
+        sinks: Sequence[Sink],
+        describe: Callable[[], Mapping[str, Any]],
+        needs_folder: bool,
     ) -> None:
         self._world, self._layout = world, str(layout)
         peak = peak_flops or find_peak_flops(world.device, dtype)
         self._peak_flops = peak * world.world_size if peak else None
         self._tokens_per_sample = tokens_per_sample
-        self._tensorboard = tensorboard
+        self._sinks, self._describe = sinks, describe
+        self._needs_folder = needs_folder and bool(sinks)
+        self._num_steps: int | None = None
+        self._saving: SaveHandle | None = None
         self._folder: Path | None = None
         self._first_step: int | None = None
         self._writer: MetricsWriter | None = None
@@ -60,6 +71,7 @@ class StepRecords:
         updates: Collection[Update],
         save_times: SaveTimes,
         values: Mapping[str, float],
+        num_steps: int | None,
     ) -> None:
         """Write a step.
 
@@ -69,7 +81,11 @@ class StepRecords:
             updates: of all models.
             save_times: of the saves since the step before.
             values: the user's own, by name.
+            num_steps: of the whole run, if known.
         """
+        self._num_steps = num_steps
+        if self._needs_folder and self._folder is None:
+            raise _no_folder_error("sinks=")
         writer = self._open()
         if writer is not None:
             memory_bytes = writer.measure_memory(self._world.device)
@@ -84,7 +100,33 @@ class StepRecords:
                 save_times=save_times,
                 layout=self._layout,
             )
-            writer.write(row | dict(values))
+            # A loop that calls loss.backward() by itself knows the loss better.
+            writer.write(row | {name: value for name, value in values.items() if name == "loss"})
+            if own := {name: value for name, value in values.items() if name != "loss"}:
+                writer.amend(own)
+            self._pass_on_saved(writer)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add the user's own values to the row of the latest step."""
+        if self._folder is None:
+            raise _no_folder_error("log()")
+        numbers = {name: read_number(name, value) for name, value in values.items()}
+        writer = self._open()
+        if writer is not None:
+            writer.amend(numbers)
+
+    def note_save(self, handle: SaveHandle) -> None:
+        """Tell sinks of a checkpoint, once it is complete."""
+        self._saving = handle
+        if self._writer is not None:
+            self._pass_on_saved(self._writer)
+
+    def _pass_on_saved(self, writer: MetricsWriter) -> None:
+        handle = self._saving
+        if handle is not None and handle.outcome is not None:
+            self._saving = None
+            if writer.feed is not None and not handle.failed:
+                writer.feed.send(saved=(handle.step, handle.path))
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write the results of an evaluation after `step`, by name."""
@@ -100,17 +142,31 @@ class StepRecords:
     def close(self) -> None:
         """Close the files; the next write needs `begin`."""
         if self._writer is not None:
+            self._pass_on_saved(self._writer)
             self._writer.close()
             self._writer = None
 
     def _open(self) -> MetricsWriter | None:
         if self._writer is None and self._first_step is not None and self._world.is_main:
             assert self._folder is not None
+            start = Start(self._folder, self._first_step, self._describe(), self._num_steps)
             self._writer = MetricsWriter(
-                self._folder, last_step=self._first_step, tensorboard=self._tensorboard
+                self._folder,
+                last_step=self._first_step,
+                open_feed=(lambda: Feed(self._sinks, start)) if self._sinks else None,
             )
             self._first_step = None
         return self._writer
+
+
+def _no_folder_error(what: str) -> PacelineError:
+    return PacelineError(
+        "PL403",
+        saw=f"{what} without resume().",
+        rule="Metrics are those of a run, which has a folder.",
+        fix='Call trainer.resume("runs/demo") before the first step; an empty or missing folder starts a '
+        "new run.",
+    )
 
 
 class SkippedSteps:

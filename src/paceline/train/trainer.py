@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
+from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import weigh
 from paceline.train.building import (
@@ -91,7 +92,9 @@ class Trainer(Training):
             checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
         asynchronous_saves: write checkpoints while training goes on, from a copy of what each rank writes.
         max_failed_saves: saves in a row that the disk may refuse before PL508 ends the run.
-        tensorboard: write event files into the run's folder.
+        sinks: what gets the metrics beside `metrics.jsonl`: names (`"csv"`, `"tensorboard"`, `"wandb"`,
+            `"mlflow"`, `"progress"`, or of the entry points `paceline.sinks`) or objects of subclasses of
+            `paceline.Sink`.
         tokens_per_sample: for tokens/s in the metrics.
         peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
         recipe_toml: the run's recipe as text, kept in its checkpoints.
@@ -133,7 +136,7 @@ class Trainer(Training):
         checkpoint_copies: int | Literal["auto"] = "auto",
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
-        tensorboard: bool = False,
+        sinks: str | Sink | Sequence[str | Sink] = (),
         tokens_per_sample: int | None = None,
         peak_flops: float | None = None,
         recipe_toml: str | None = None,

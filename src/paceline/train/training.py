@@ -158,7 +158,9 @@ class Training(TrainedModels):
         if given.loss_over == "global_batch":
             assert self._loss is not None
             self._global_loss = GlobalLoss(self.model, self._forward, self._loss, self._mesh, self._precision)
-        self._records = given.build_records(self.world, self.layout)
+        self._records = given.build_records(
+            self.world, self.layout, lambda: given.describe_for_resume(self.layout, self._updates)
+        )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan
@@ -277,7 +279,21 @@ class Training(TrainedModels):
         """
         self._refuse_saving()
         self._records.flush()  # the file then has all steps that the checkpoint has
-        return self._saver.save(self._describe_progress(), wait=wait)
+        handle = self._saver.save(self._describe_progress(), wait=wait)
+        self._records.note_save(handle)
+        return handle
+
+    def log(self, **values: Any) -> None:
+        """Add numbers of rank 0 to the latest step's row in `metrics.jsonl`, and send them to the sinks.
+
+        Args:
+            values: numbers or tensors of one, by name.
+
+        Raises:
+            PacelineError: PL403 before `resume` was called, PL734 for something else, or a name that the row
+                has already.
+        """
+        self._records.log(values)
 
     def _begin_step(self, share: Share) -> None:
         """Check everything that ranks must have alike before a step, and count it."""
@@ -324,9 +340,18 @@ class Training(TrainedModels):
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
         times = self._saver.end_step()
-        self._records.write_step(step, self.num_samples, self._updates.values(), times, values or {})
+        self._records.write_step(
+            step, self.num_samples, self._updates.values(), times, values or {}, self._count_steps()
+        )
         self._skipped.count(step)
         return step
+
+    def _count_steps(self) -> int | None:
+        """Return the number of steps of the run, if its loader counts epochs of known length."""
+        source = self._source
+        if source is None or source.epochs is None or source.num_samples is None or source.is_own:
+            return None
+        return source.epochs * len(source)
 
     def _evaluate(
         self,

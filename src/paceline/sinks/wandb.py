@@ -1,0 +1,72 @@
+"""The sink `wandb`: Weights & Biases. Its own settings (WANDB_MODE, WANDB_PROJECT ...) apply.
+
+Only settings of the run, metrics and paths of checkpoints are sent. What wandb collects by itself of the
+machine, the environment, the script and its output is turned off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from paceline.sinks.sink import Sink, Start
+
+_SILENT: dict[str, Any] = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "save_code": False,
+    "disable_job_creation": True,
+    "silent": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+    "program": "",
+    "host": "",
+}
+
+
+class WandbSink(Sink):
+    """A run of Weights & Biases, which a later start of the same folder continues.
+
+    Args:
+        project: its project. Default: wandb's own.
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str | None = None) -> None:
+        self._project = project
+
+    def begin(self, start: Start) -> None:
+        known = start.recall(self.name)
+        self._run = wandb.init(
+            project=self._project,
+            name=start.folder.name,
+            dir=str(start.folder),
+            id=known,
+            resume="allow" if known else None,
+            config=dict(start.settings),
+            settings=wandb.Settings(**_SILENT),
+        )
+        if not known:
+            start.keep(self.name, self._run.id)
+        # wandb's own count of steps never goes back, as a run does that resumes from an earlier checkpoint.
+        for kind in ("train", "valid"):
+            self._run.define_metric(f"{kind}/*", step_metric="step")
+
+    def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
+        self._run.log({"step": number, **{f"train/{key}": value for key, value in values.items()}})
+
+    def evaluation(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
+        self._run.log({"step": number, **{f"valid/{key}": value for key, value in values.items()}})
+
+    def checkpoint(self, number: int, path: Path) -> None:
+        self._run.summary["checkpoint"] = str(path)
+
+    def end(self) -> None:
+        self._run.finish()
