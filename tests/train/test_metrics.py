@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.errors import PacelineError
 from paceline.sinks.feed import Feed
-from paceline.sinks.sink import Start, build_sinks
+from paceline.sinks.sink import SinkRun, build_sinks
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory, read_rows
 from paceline.train.step import Step
 from paceline.train.trainer import Trainer
@@ -99,7 +99,7 @@ def test_several_models_have_a_loss_each() -> None:
 
 
 def open_feed(folder: Path, last_step: int = 0) -> Callable[[], Feed]:
-    return lambda: Feed(build_sinks("tensorboard"), Start(folder, last_step))
+    return lambda: Feed(build_sinks("tensorboard"), SinkRun(folder, last_step))
 
 
 def write(folder: Path, steps: list[int], *, last_step: int, tensorboard: bool = False) -> None:

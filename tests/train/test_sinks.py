@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.sinks.sink import Sink, Start, build_sinks
+from paceline.sinks.sink import Sink, SinkRun, build_sinks
 from tests.dist.pool import Pool
 
 SECRET = "aQ7-secret-of-the-environment"
@@ -95,7 +95,7 @@ class Events(Sink):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         self.seen.append(("begin", start.first_step, start.num_steps))
 
     def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:

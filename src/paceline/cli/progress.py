@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from paceline.recipe import Layout
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 from paceline.train.evaluation import Evaluation
 from paceline.train.step import Step
 from paceline.units import format_count, format_seconds
@@ -90,7 +90,7 @@ class ProgressSink(Sink):
 
     name = "progress"
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         self._num_steps, self._first_step = start.num_steps, start.first_step
         self._began_s: float | None = None
         self._last_line_s = 0.0

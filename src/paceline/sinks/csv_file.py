@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 
 
 class CsvSink(Sink):
@@ -16,7 +16,7 @@ class CsvSink(Sink):
 
     name = "csv"
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         self._steps = _Table(start.folder / "metrics.csv", start.first_step)
         self._evaluations = _Table(start.folder / "evaluations.csv", start.first_step)
 

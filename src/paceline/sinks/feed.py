@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _CLOSING_S = 30.0
 class Feed:
     """The sinks of one start of a run. No method waits for a sink, except `close` for a limited time."""
 
-    def __init__(self, sinks: Sequence[Sink], start: Start) -> None:
+    def __init__(self, sinks: Sequence[Sink], start: SinkRun) -> None:
         self._lines = [_Line(sink, start) for sink in sinks]
 
     def send(
@@ -59,7 +59,7 @@ class Feed:
 class _Line:
     """The events that wait for one sink, and the thread that calls it."""
 
-    def __init__(self, sink: Sink, start: Start) -> None:
+    def __init__(self, sink: Sink, start: SinkRun) -> None:
         self._sink, self._name = sink, sink.name or type(sink).__name__
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._has_failed = False

@@ -14,7 +14,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 
 # Limits of MLflow: metrics in one call, parameters in one call, and the length of a parameter.
 _MOST_METRICS, _MOST_PARAMS, _MOST_LETTERS = 1000, 100, 6000
@@ -33,7 +33,7 @@ class MlflowSink(Sink):
     def __init__(self, experiment: str = "Default", tracking_uri: str | None = None) -> None:
         self._experiment, self._uri = experiment, tracking_uri
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         self._client, self._waiting = MlflowClient(self._uri), list[Any]()
         known = start.recall(self.name)
         if known is not None:

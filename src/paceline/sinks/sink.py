@@ -25,7 +25,7 @@ _KEPT = "sinks.json"
 
 
 @dataclass(frozen=True)
-class Start:
+class SinkRun:
     """One start of a run, as its sinks see it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sink:
 
     name = ""
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         """Begin: the run is built and has resumed."""
 
     def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from paceline.sinks.event_file import EventFile
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 
 # Of the numbers that every run has, those with a curve. All values of the user's own have one.
 _LEFT_OUT = {"epoch", "samples", "tokens", "flops_per_s", "memory_bytes", "save_stall_s", "save_s", "step_s"}
@@ -17,7 +17,7 @@ class TensorBoardSink(Sink):
 
     name = "tensorboard"
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         self._file = EventFile(start.folder / "tensorboard", purge_step=start.first_step + 1)
 
     def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import wandb
 
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 
 _SILENT: dict[str, Any] = {
     "console": "off",
@@ -42,7 +42,7 @@ class WandbSink(Sink):
     def __init__(self, project: str | None = None) -> None:
         self._project = project
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: SinkRun) -> None:
         known = start.recall(self.name)
         self._run = wandb.init(
             project=self._project,

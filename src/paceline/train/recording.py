@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
 from paceline.sinks.feed import Feed
-from paceline.sinks.sink import Sink, Start
+from paceline.sinks.sink import Sink, SinkRun
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, read_number
 from paceline.train.state.saving import SaveHandle
 from paceline.train.step import SaveTimes, Step
@@ -149,7 +149,7 @@ class StepRecords:
     def _open(self) -> MetricsWriter | None:
         if self._writer is None and self._first_step is not None and self._world.is_main:
             assert self._folder is not None
-            start = Start(self._folder, self._first_step, self._describe(), self._num_steps)
+            start = SinkRun(self._folder, self._first_step, self._describe(), self._num_steps)
             self._writer = MetricsWriter(
                 self._folder,
                 last_step=self._first_step,

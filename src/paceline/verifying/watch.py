@@ -82,7 +82,7 @@ class Event:
         return cls(module, int(call), side, int(place))
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """A receiver of the events."""
 
     def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
@@ -107,7 +107,7 @@ class Watch:
         types: the narrowest types that operations computed in.
     """
 
-    def __init__(self, trainer: Trainer, sink: Sink, dtype: str) -> None:
+    def __init__(self, trainer: Trainer, sink: EventSink, dtype: str) -> None:
         self.ran: list[int] = []
         self.microbatch = -1
         self._trainer, self._sink = trainer, sink
