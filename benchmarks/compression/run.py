@@ -34,8 +34,6 @@ LIMIT_S = 420
 KINDS: dict[str, dict[str, object]] = {
     "none": {},
     **{kind: {"kind": kind} for kind in ("bf16", "int8", "int4", "fp16")},
-    "powersgd": {"kind": "powersgd", "rank": 4},
-    "topk": {"kind": "topk", "density": 0.1},
 }
 SEEDS = range(5)
 # Name of a measurement of losses: recipe, steps.

@@ -22,7 +22,7 @@ from torch import nn
 
 import paceline
 
-KINDS = ("fast", "exact", "bf16", "int8", "int4", "powersgd")
+KINDS = ("fast", "exact", "bf16", "int8", "int4")
 WIDTH, NUM_LAYERS, NUM_SAMPLES = 1024, 18, 32
 
 
@@ -30,7 +30,7 @@ def build(kind: str) -> paceline.Trainer:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"reduction": "fast" if kind == "fast" else "exact"}
     if kind not in ("fast", "exact"):
-        settings["compress"] = {"kind": kind, **({"rank": 4} if kind == "powersgd" else {})}
+        settings["compress"] = {"kind": kind}
     layers = [each for _ in range(NUM_LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return paceline.Trainer(
         nn.Sequential(*layers),

@@ -2,7 +2,7 @@
 
     python -m tests.chaos.run --kills 100 --seed 0 [--reductions fast,exact] [--keep DIR] [--json]
     python -m tests.chaos.run --pipelines fp32,bf16
-    python -m tests.chaos.run --compress int8,powersgd --kills 20
+    python -m tests.chaos.run --compress int8,int4 --kills 20
 
 Each run is given the same command again and again until it is complete: fast reduction on 1, 2, 3 and 4
 ranks, exact reduction on another number of ranks each time, pipelines under another layout each time. What it

@@ -131,9 +131,6 @@ class Case:
         if self.compress:
             # As many slots as 1, 2, 3 and 4 ranks can share, and no fewer microbatches.
             settings += [f"compress.kind={self.compress}", "compress.slots=12", "train.microbatch_size=2"]
-            settings += {"topk": ["compress.density=0.1"], "powersgd": ["compress.rank=4"]}.get(
-                self.compress, []
-            )
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.codec import CODECS, WholeCodec
-from paceline.comm.exchange import Exchange
-from paceline.comm.low_rank import LowRankSum
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum, plan_reduction
@@ -124,12 +122,8 @@ def sum_shared(
     """Sum two slots, on one rank or shared by two ranks each; return sums, residuals, and the bytes sent."""
     group = dist.group.WORLD if world.world_size > 1 else None
     residuals = Residuals()
-    if kind == "powersgd":
-        exchange = None if group is None else Exchange(group)
-        slot_sum: Any = LowRankSum(2, 2, residuals, exchange, group, num_shards)
-    else:
-        codec = WholeCodec() if kind == "fp32" else CODECS[kind]
-        slot_sum = SlotSum(codec, 2, residuals, group, num_shards)
+    codec = WholeCodec() if kind == "fp32" else CODECS[kind]
+    slot_sum = SlotSum(codec, 2, residuals, group, num_shards)
     shards = []
     for shard in range(num_shards):
         cuts = {
@@ -171,13 +165,12 @@ def sum_shared(
 def join(kept: list[tuple[int, RowRange, Tensor]]) -> dict[tuple[int, str], Tensor]:
     whole: dict[tuple[int, str], Tensor] = {}
     for slot, piece, rows in kept:
-        shape = SHAPES[piece.name] if slot > -2 else rows.shape
-        target = whole.setdefault((slot, piece.name), torch.full(shape, torch.nan))
+        target = whole.setdefault((slot, piece.name), torch.full(SHAPES[piece.name], torch.nan))
         target[piece.start : piece.stop] = rows
     return whole
 
 
-@pytest.mark.parametrize("kind", ["int8", "bf16", "powersgd"])
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
 @pytest.mark.parametrize("owned", OWNED.values(), ids=OWNED)
 def test_ranks_that_share_a_slot_have_the_bits_of_one_rank(
     ranks: Pool, owned: tuple[int, ...], kind: str

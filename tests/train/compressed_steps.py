@@ -27,7 +27,6 @@ def train(kind: str, layout: str, slots: int, links: str) -> str:
     """Return the hash of the weights after some steps, of which the third has an infinite sample."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"kind": kind, "slots": slots, "links": links}
-    settings |= {"topk": {"density": 0.1}, "powersgd": {"rank": 4}}.get(kind, {})
     trainer = paceline.Trainer(
         nn.Sequential(nn.Linear(512, 1000), nn.GELU(), nn.Linear(1000, 500), nn.GELU(), nn.Linear(500, 33)),
         loss=lambda output, batch: (output.square().sum(), len(output)),

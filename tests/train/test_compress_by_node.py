@@ -45,11 +45,8 @@ def train_on_nodes(
     ("kind", "layout"),
     [
         ("int8", ""),
-        ("powersgd", ""),
         ("int8", "dp_shard=4"),
-        ("topk", "dp_shard=4"),
         ("int8", "dp_replicate=2 dp_shard=2"),
-        ("powersgd", "dp_replicate=2 dp_shard=2"),
     ],
 )
 def test_a_slot_per_node_has_the_bits_of_one_process(ranks: Pool, kind: str, layout: str) -> None:

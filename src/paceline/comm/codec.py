@@ -7,7 +7,7 @@ A row of `length` numbers is divided into blocks of equal length, at most 256. W
 is a scale, its largest magnitude over 127 or 7, and each number rounded to a multiple of that scale
 (block-wise quantisation: Dettmers et al. 2022, https://arxiv.org/abs/2110.02861, without their non-linear
 levels). With `fp16` the scale is a power of two that brings the largest magnitude near 1, so no gradient
-overflows. With `bf16` there is no scale. `topk` keeps the largest numbers of a block and their places.
+overflows. With `bf16` there is no scale.
 
 Rows of fewer than 32 numbers, such as those of biases and norms, are sent as they are: a scale each would
 save little.
@@ -17,7 +17,6 @@ A block with inf or nan decodes to at least one nan, so a step with such a gradi
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -201,59 +200,10 @@ class Fp16Codec(_BlockCodec):
         return packed.view(torch.float16).to(torch.float32)
 
 
-class TopkCodec(Codec):
-    """The codec that keeps the numbers of largest magnitude in each block, as bfloat16 with their places.
-
-    Args:
-        density: share of the numbers of a block that are kept; at least one is.
-    """
-
-    kind = "topk"
-
-    def __init__(self, density: float) -> None:
-        assert 0 < density <= 1, density
-        self._density = density
-
-    def count_row_bytes(self, length: int) -> int:
-        num_blocks, block = _cut(length)
-        return 3 * num_blocks * self._count_kept(block)
-
-    def encode(self, rows: Tensor, target: Tensor) -> None:
-        num_rows, length = rows.shape
-        num_blocks, block = _cut(length)
-        blocks = _pad(rows, num_blocks * block).view(num_rows, num_blocks, block)
-        # nan counts as largest, so it is kept.
-        places = blocks.abs().topk(self._count_kept(block), dim=2, sorted=False).indices.sort(dim=2).values
-        numbers = blocks.gather(2, places).to(torch.bfloat16).view(num_rows, -1)
-        target[:, : 2 * numbers.shape[1]].copy_(numbers.view(torch.uint8))
-        target[:, 2 * numbers.shape[1] :].copy_(places.view(num_rows, -1))
-
-    def decode(self, encoded: Tensor, length: int) -> Tensor:
-        num_rows = len(encoded)
-        num_blocks, block = _cut(length)
-        num_kept = num_blocks * self._count_kept(block)
-        numbers = _read(encoded[:, : 2 * num_kept], torch.bfloat16, num_kept).float()
-        places = encoded[:, 2 * num_kept :].to(torch.int64)
-        blocks = torch.zeros(num_rows, num_blocks, block, device=encoded.device)
-        blocks.scatter_(2, places.view(num_rows, num_blocks, -1), numbers.view(num_rows, num_blocks, -1))
-        return blocks.view(num_rows, -1)[:, :length].contiguous()
-
-    def _count_kept(self, block: int) -> int:
-        return max(1, math.ceil(self._density * block))
-
-
 _WHOLE = WholeCodec()
 CODECS: dict[str, Codec] = {
     codec.kind: codec for codec in (Bf16Codec(), Fp16Codec(), Int8Codec(), Int4Codec())
 }
-
-
-def build_codec(kind: str, density: float | None = None) -> Codec:
-    """Return the codec of a kind; only `topk` has a density."""
-    if kind == TopkCodec.kind:
-        assert density is not None
-        return TopkCodec(density)
-    return CODECS[kind]
 
 
 def choose_codec(codec: Codec, length: int) -> Codec:

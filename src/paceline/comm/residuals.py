@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# In place of a slot's number: the residual of the sum over all slots, and the basis of `comm/low_rank.py`,
-# which is kept, rolled back and saved as residuals are.
-SUM, BASIS = -1, -2
+# In place of a slot's number: the residual of the sum over all slots.
+SUM = -1
 
 
 @dataclass(frozen=True)

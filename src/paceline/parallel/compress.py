@@ -13,15 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from paceline.comm.codec import build_codec
-from paceline.comm.exchange import Exchange
-from paceline.comm.low_rank import LowRankSum, is_low_rank
-from paceline.comm.residuals import Residuals, RowRange
+from paceline.comm.residuals import Residuals
 from paceline.comm.slot_ranks import count_sharing, list_own_slots
-from paceline.comm.slots import SlotSum
 from paceline.comm.tree import OwnBlocks, plan_reduction
 from paceline.data.share import count_owned, owned_microbatches
 from paceline.errors import PacelineError
@@ -35,15 +30,11 @@ class CompressSettings:
         kind: of the codec.
         slots: their number.
         after_steps: number of steps that are not compressed.
-        density: share of the numbers that `topk` keeps; `None` for other kinds.
-        rank: columns of the thin matrices that `powersgd` sends; `None` for other kinds.
     """
 
     kind: str
     slots: int
     after_steps: int = 0
-    density: float | None = None
-    rank: int | None = None
 
 
 class Compression:
@@ -60,7 +51,7 @@ class Compression:
         model: its parameters to train.
 
     Raises:
-        PacelineError: PL961 for parameters that are not fp32, PL964 if `rank` suits no parameter.
+        PacelineError: PL961 for parameters that are not fp32.
     """
 
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
@@ -77,36 +68,6 @@ class Compression:
                     fix='Use dtype "fp32", "bf16" or "fp16", which all keep fp32 parameters, or '
                     'compress.kind="none".',
                 )
-        if settings.rank is not None:
-            _check_rank(settings.rank, model)
-
-    @property
-    def is_at_once(self) -> bool:
-        """Whether all gradients of the model are summed together, because a sum takes several exchanges."""
-        return self.settings.rank is not None
-
-    def build_sum(
-        self, group: dist.ProcessGroup | None, exchange: Exchange | None, num_shards: int = 1
-    ) -> SlotSum | LowRankSum:
-        """Return the sum over the slots of all ranks.
-
-        Args:
-            group: the ranks, used for nothing else at the same time; `None` in a world of one.
-            exchange: sums over them; `None` in a world of one.
-            num_shards: ranks that share a parameter's rows.
-        """
-        settings = self.settings
-        if settings.rank is None:
-            codec = build_codec(settings.kind, settings.density)
-            return SlotSum(codec, settings.slots, self.residuals, group, num_shards)
-        return LowRankSum(
-            settings.rank,
-            settings.slots,
-            self.residuals,
-            exchange,
-            group,
-            num_shards,
-        )
 
     def begin(self, step: int, factor: float) -> None:
         """Start a step.
@@ -152,22 +113,3 @@ class Compression:
         first = rank // sharing * sharing
         plan = plan_reduction(num_owned[first : first + sharing]) if sharing > 1 else None
         return OwnBlocks(leaves, plan)
-
-
-def _check_rank(rank: int, model: nn.Module) -> None:
-    """Raise PL964 if no parameter would be sent as thin matrices."""
-    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad and p.numel()}
-    pieces = [RowRange.all_of(name, shape) for name, shape in shapes.items()]
-    if any(is_low_rank(piece.num_rows, piece.length, rank) for piece in pieces):
-        return
-    most = max((p.num_rows * p.length // (2 * (p.num_rows + p.length)) for p in pieces), default=0)
-    largest = max(pieces, key=lambda p: min(p.num_rows, p.length), default=None)
-    found = "" if largest is None else f" {largest.name} is {largest.num_rows} x {largest.length}."
-    raise PacelineError(
-        "PL964",
-        saw=f'compress.kind="powersgd" with compress.rank={rank}, which compresses no parameter.{found}',
-        rule="A matrix of n x m is sent as n x rank and m x rank numbers if these are at most half as many.",
-        fix=f'Set compress.rank to {most} or less, or use compress.kind="int8".'
-        if most
-        else 'Use compress.kind="int8", or train uncompressed: this model has no large matrix.',
-    )

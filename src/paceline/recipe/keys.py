@@ -69,8 +69,6 @@ SETTINGS = (
     RecipeKey("elastic", may_change=_LAYOUT),
     RecipeKey("ddp", may_change="speed only"),
     RecipeKey("compress.kind", names=("compress.kind",)),
-    RecipeKey("compress.density", names=("compress.density",)),
-    RecipeKey("compress.rank", names=("compress.rank",)),
     RecipeKey("compress.after_steps", names=("compress.after_steps",)),
     RecipeKey(
         "compress.links", may_change="how sums are distributed; the same numbers for a number of slots"

@@ -69,7 +69,7 @@ def choose_compression(
         num_slots = section.slots or 0 if nodes is None else _choose_shared_slots(section.slots, nodes)
     else:
         num_slots = _choose_slots(section.slots, layout.dp)
-    return CompressSettings(section.kind, num_slots, section.after_steps, section.density, section.rank)
+    return CompressSettings(section.kind, num_slots, section.after_steps)
 
 
 def warn_of_links(section: CompressSection, settings: CompressSettings | None, world: World) -> None:

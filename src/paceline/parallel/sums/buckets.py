@@ -64,8 +64,6 @@ class BucketSums:
 
     Collective: every rank of the group must construct it and run the same buckets.
 
-    With `powersgd` the last bucket sums all of them, in two exchanges. DDP reads no bucket before that.
-
     Args:
         model: its parameters to train.
         group: the ranks, used for nothing else; `None` in a world of one.
@@ -97,7 +95,6 @@ class BucketSums:
         self._sum = GradientSum(self.ranks, list_present)
         self._num_leaves = 0
         self._last_leaf: int | None = None
-        self._held: list[_Bucket] = []
         self._line: _OrderedThread | _OrderedStream | None = None
         if group is not None:
             self._line = _OrderedThread() if device.type == "cpu" else _OrderedStream()
@@ -110,7 +107,7 @@ class BucketSums:
                 consecutively.
         """
         self._sum.begin(num_owned)
-        self._num_leaves, self._held = sum(num_owned), []
+        self._num_leaves = sum(num_owned)
         before, own = sum(num_owned[: self.ranks.rank]), num_owned[self.ranks.rank]
         self._last_leaf = before + own - 1 if own else None
 
@@ -175,16 +172,9 @@ class BucketSums:
         part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
         reads = [g for values in part.list_values() for g in values or () if g is not None]
         one = _Bucket(parameters, views, part)
-        if self.ranks.compression is None or not self.ranks.compression.is_on:
+        if not self.ranks.is_compressed:
             return self._line.submit(lambda: self._sum_bucket(one), buffer, reads, is_last=bucket.is_last())
-        self._held.append(one)
-        if self.ranks.compression.is_at_once and not bucket.is_last():
-            return complete_future(buffer)
-        held, self._held = self._held, []
-        if self.ranks.compression.is_at_once and buffer.is_cuda:
-            self._sum_slots(held)  # on the stream of backward, for which earlier futures are complete
-            return complete_future(buffer)
-        return self._line.submit(lambda: self._sum_slots(held), buffer, reads, is_last=bucket.is_last())
+        return self._line.submit(lambda: self._sum_slots(one), buffer, reads, is_last=bucket.is_last())
 
     def close(self) -> None:
         """End the issuing thread."""
@@ -200,19 +190,12 @@ class BucketSums:
         bucket.total.finish(list(bucket.views))
 
     @torch.no_grad()
-    def _sum_slots(self, buckets: list[_Bucket]) -> None:
-        by_bucket = []
-        for bucket in buckets:
-            if self._last_leaf is not None:
-                bucket.total.add(self._last_leaf, list(bucket.views))
-            missing: Gradients = [None] * len(bucket.views)
-            by_bucket.append([missing if each is None else each for each in bucket.total.take()])
-        self._encode(
-            [each for bucket in buckets for each in bucket.parameters],
-            [[each for values in row for each in values] for row in zip(*by_bucket, strict=True)],
-            [view for bucket in buckets for view in bucket.views],
-            self._sum.own.plan,
-        )
+    def _sum_slots(self, bucket: _Bucket) -> None:
+        if self._last_leaf is not None:
+            bucket.total.add(self._last_leaf, list(bucket.views))
+        missing: Gradients = [None] * len(bucket.views)
+        slots = [missing if each is None else each for each in bucket.total.take()]
+        self._encode(bucket.parameters, slots, bucket.views, self._sum.own.plan)
 
     def _sum_slots_alone(self, slots: list[Gradients | None]) -> Gradients:
         """Return the sum of this process's slots, one parameter after the other."""

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.codec import CODECS
 from paceline.comm.collectives import reduce_scatter
 from paceline.comm.exchange import Exchange
+from paceline.comm.slots import SlotSum
 from paceline.comm.tree import OwnBlocks, TreeSum
 from paceline.mesh import Axis
 from paceline.parallel.compress import Compression
@@ -64,7 +66,8 @@ class RankSum:
         self.exchange = None if group is None or not is_exact else Exchange(group, device)
         self.slots = None
         if compression is not None:
-            self.slots = compression.build_sum(group, self.exchange, self.num_shards)
+            codec, residuals = CODECS[compression.settings.kind], compression.residuals
+            self.slots = SlotSum(codec, compression.settings.slots, residuals, group, self.num_shards)
 
     @property
     def is_compressed(self) -> bool:

@@ -16,18 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.part import Part, Run, join_runs
-from paceline.comm.residuals import BASIS, SUM
+from paceline.comm.residuals import SUM
 from paceline.comm.slot_ranks import list_own_slots
 from paceline.parallel.compress import Compression
 from paceline.train.update import Update
 
-# Per model: the number of slots, the rank of thin matrices, and by slot (or "sum", "basis") and parameter the
-# whole residual.
+# Per model: the number of slots, and by slot (or "sum") and parameter the whole residual.
 Saved = dict[str, dict[str, Any]]
-# By slot and parameter: the rows that a rank has, as runs, and how many numbers a row has.
-_Description = dict[tuple[int, str], tuple[tuple[Run, ...], int]]
-_NAMES = {SUM: "sum", BASIS: "basis"}
-_NUMBERS = {name: number for number, name in _NAMES.items()}
+# By slot and parameter: the rows that a rank has, as runs.
+_Description = dict[tuple[int, str], tuple[Run, ...]]
+_NAMES = {SUM: "sum"}
+_NUMBERS = {"sum": SUM}
 _ROOT = "residuals"
 
 
@@ -60,7 +59,7 @@ def _collect(
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
             settings = update.compression.settings
             whole = read(update.compression, shapes)
-            found[name] = {"slots": settings.slots, "rank": settings.rank, _ROOT: whole}
+            found[name] = {"slots": settings.slots, _ROOT: whole}
     return found
 
 
@@ -72,7 +71,7 @@ def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> di
     tensors: dict[tuple[int, str], Tensor] = {}
     for key, parts in pieces.items():
         parts.sort(key=lambda part: part[0])
-        own[key] = join_runs([run for run, _ in parts]), parts[0][1].shape[1]
+        own[key] = join_runs([run for run, _ in parts])
         tensors[key] = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
     described = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -80,14 +79,14 @@ def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> di
         dist.all_gather_object(described, own)
     holders: dict[tuple[int, str], dict[Part, list[int]]] = {}
     for rank, description in enumerate(described):
-        for (slot, name), (runs, length) in description.items():
-            shape = (runs[-1][1], length) if slot == BASIS else tuple(shapes[name])
-            holders.setdefault((slot, name), {}).setdefault(Part.of_rows(shape, runs), []).append(rank)
+        for (slot, name), runs in description.items():
+            held = Part.of_rows(tuple(shapes[name]), runs)
+            holders.setdefault((slot, name), {}).setdefault(held, []).append(rank)
     whole: dict[str, dict[str, HeldRows]] = {}
     for slot, name in sorted(holders):
         key = (slot, name)
         parts_of = tuple((part, tuple(ranks)) for part, ranks in holders[key].items())
-        part = None if key not in own else Part.of_rows(parts_of[0][0].whole, own[key][0])
+        part = None if key not in own else Part.of_rows(parts_of[0][0].whole, own[key])
         tensor = None if part is None else tensors[key].reshape(part.shape)
         whole.setdefault(_NAMES.get(slot, str(slot)), {})[name] = HeldRows(parts_of, part, tensor)
     return whole
@@ -109,8 +108,7 @@ def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[
         for slot, piece, rows in rank_own:
             by_name = whole.setdefault(_NAMES.get(slot, str(slot)), {})
             if piece.name not in by_name:
-                shape = rows.shape if slot == BASIS else shapes[piece.name]
-                by_name[piece.name] = torch.zeros(shape)
+                by_name[piece.name] = torch.zeros(shapes[piece.name])
             by_name[piece.name].view(-1, piece.length)[piece.start : piece.stop] = rows
     return whole
 
@@ -118,18 +116,14 @@ def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[
 def choose_residuals(saved: Saved, updates: Mapping[str, Update]) -> Saved:
     """Return what a start uses of saved residuals, read or not.
 
-    Those of another number of slots, and bases of another rank, are left out, because the user has accepted
-    that number.
+    Those of another number of slots are left out, because the user has accepted that number.
     """
     chosen: Saved = {}
     for name, update in updates.items():
         record = saved.get(name, {})
         if update.compression is None or record.get("slots") != update.compression.settings.slots:
             continue
-        whole: dict[str, dict[str, Any]] = record[_ROOT]
-        if record.get("rank") != update.compression.settings.rank:
-            whole = {key: each for key, each in whole.items() if key != _NAMES[BASIS]}
-        chosen[name] = {_ROOT: whole}
+        chosen[name] = {_ROOT: record[_ROOT]}
     return chosen
 
 
