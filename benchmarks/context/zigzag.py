@@ -34,9 +34,7 @@ from paceline.torch_seams.operators import ATTENTION
 
 HERE = Path(__file__).parent
 HEADS, WIDTH = 4, 64
-CASES = [
-    (by, num_ranks, length) for by in ("gather", "ring") for num_ranks in (2, 4) for length in (2048, 4096)
-]
+CASES = [("gather", num_ranks, length) for num_ranks in (2, 4) for length in (2048, 4096)]
 
 
 def run_ranks(by: str, length: int, num_rounds: int) -> dict[str, list[float]]:
@@ -49,7 +47,7 @@ def run_ranks(by: str, length: int, num_rounds: int) -> dict[str, list[float]]:
             for name, rows in list(ways.items())[:: 1 if number % 2 else -1]:
                 rows.divide(length)
                 given = [torch.randn(1, HEADS, rows.own, WIDTH, requires_grad=True) for _ in range(3)]
-                change = attend_by_rows(rows, gathers=True, is_causal=True, by=by)
+                change = attend_by_rows(rows, gathers=True, is_causal=True)
                 torch.distributed.barrier()
                 start = time.process_time()
                 change(ATTENTION, tuple(given), {"is_causal": True}, ATTENTION).sum().backward()

@@ -40,7 +40,7 @@ AXES = {
     "dp_shard": "",
     "tp": "",
     "pp": "",
-    "cp": "cp_by=ring",
+    "cp": "cp_by=gather",
 }
 
 

@@ -26,7 +26,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tp=2", {}),
     ("tp=2 sequence=true", {}),
     ("cp=2 cp_by=gather", {}),
-    ("cp=2 cp_by=ring", {}),
+    ("cp=2 cp_by=gather", {}),
     ("pp=2", {}),
     ("dp_replicate=2 cp=2", {}),
     ("dp_shard=2 cp=2", {}),

@@ -279,8 +279,8 @@ CASES: dict[str, Case] = {
     "cp above the length of the example": Case(
         lay_out(Model(_plain), 16), "PL631", "a sequence of 12 positions on cp=16", "Set cp to at most 12"
     ),
-    "cp above the length, by ring": Case(
-        lay_out(Model(_plain), 16, "ring"), "PL631", "12 positions on cp=16", "Set cp to at most 12"
+    "cp above the length, by gather": Case(
+        lay_out(Model(_plain), 16, "gather"), "PL631", "12 positions on cp=16", "Set cp to at most 12"
     ),
     **{
         name: Case(lay_out(Model(REFUSED[name][0])), "PL630", REFUSED[name][1], NO_CP)
@@ -307,14 +307,14 @@ CASES: dict[str, Case] = {
     "flex_attention of torch": Case(
         lay_out(with_attention(Flex)), "PL640", "in blocks.0.attend, which calls flex_attention", SDPA
     ),
-    "ring with a kernel that has no logsumexp": Case(
-        lay_out(with_attention(OwnKernel), by="ring"),
+    "gather with a kernel of another library": Case(
+        lay_out(with_attention(OwnKernel), by="gather"),
         "PL640",
         "paceline_tests::masked_attention in blocks.0.attend (tests/train/test_misuse_axes.py:",
         SDPA,
     ),
-    "ring with attention by products": Case(
-        lay_out(with_attention(Written), by="ring"), "PL634", "bmm in blocks.0.attend", 'cp_by="heads"'
+    "gather with attention by products": Case(
+        lay_out(with_attention(Written), by="gather"), "PL634", "bmm in blocks.0.attend", 'cp_by="heads"'
     ),
     "use_cache in the batch": Case(
         train(
@@ -341,7 +341,9 @@ CASES: dict[str, Case] = {
         train(llama(), "cp=2"), "PL463", "cp=2 without an example", "Pass example=batch", num_ranks=2
     ),
     "heads that cp does not divide": Case(check("cp=8"), "PL632", "model.heads=4", 'cp_by="gather"'),
-    "cp_by without cp": Case(check("dp_replicate=2 cp_by=ring"), "PL635", "cp_by=ring", "Set cp=2 or more"),
+    "cp_by without cp": Case(
+        check("dp_replicate=2 cp_by=gather"), "PL635", "cp_by=gather", "Set cp=2 or more"
+    ),
     # ---- ep
     "ep that does not divide the experts": Case(
         check("dp_replicate=8 ep=8"), "PL655", "ep=8 does not divide 4 experts", "Set ep to 1, 2 or 4"

@@ -31,9 +31,8 @@ class StepCall:
     """A collective that a rank makes a number of times in a step, one call after the other.
 
     Attributes:
-        operation: a key of `BUS_FACTORS`; `exact_sum` (`comm/exchange.py`); or `shift`: in n - 1 turns every
-            rank passes on to the next one what it has.
-        num_bytes: size of one call, as the module defines it; of a shift, the parts of all ranks.
+        operation: a key of `BUS_FACTORS`; or `exact_sum` (`comm/exchange.py`).
+        num_bytes: size of one call, as the module defines it.
         over: the ranks: an axis; `dp`, all ranks that train on different microbatches; `ep_data` or `ep_cp`,
             the ranks of ep that differ in their data, or in their place of cp.
         num_ranks: of each group.
@@ -52,9 +51,7 @@ class StepCall:
     def sent_bytes(self) -> float:
         """The bytes that a rank sends in a step; of an exact sum, by messages."""
         n = self.num_ranks
-        if self.operation == "shift":
-            factor = (n - 1) / n
-        elif self.operation != "exact_sum":
+        if self.operation != "exact_sum":
             factor = BUS_FACTORS[self.operation](n)
         elif self.num_bytes <= WHOLE_BYTES:
             factor = self.num_subtrees * (n - 1)

@@ -156,8 +156,8 @@ def list_cp_calls(
 
     By heads, queries, keys, values and the result are exchanged in forward and in backward (Jacobs et al.
     2023, section 3). By gather, keys and values are sent to all ranks, and their gradients back (Dubey et al.
-    2024, section 3.3.2). By ring, backward sends keys, values and their gradients (Liu et al. 2023). The
-    output of the last block, the gradient of the first one's input and both ends of mixtures are gathered.
+    2024, section 3.3.2). The output of the last block, the gradient of the first one's input and both ends of
+    mixtures are gathered.
 
     The sum of the gradients once per step is left out: an all-reduce of the parameters of the blocks, except
     for those of mixtures.
@@ -178,8 +178,6 @@ def list_cp_calls(
     times = num_blocks * num_microbatches
     if layout.cp_by == "gather":
         attention = [all_gather(2 * keys, "cp", n, times), all_to_all(2 * keys, "cp", n, times)]
-    elif layout.cp_by == "ring":
-        attention = [StepCall("shift", 2 * keys, "cp", n, 3 * times)]
     else:
         # Queries and the result, and keys and values, of the rank's rows or heads.
         attention = [all_to_all(size / n, "cp", n, 2 * 2 * times) for size in (whole, keys)]

@@ -15,7 +15,7 @@ from paceline.recipe.axes import AXES, OPEN, AxisKind, Degrees, list_axes
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
-Attending = Literal["heads", "gather", "ring", "auto"]
+Attending = Literal["heads", "gather", "auto"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
 # Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.
 LOOPING = ("interleaved", "bfs")
@@ -53,8 +53,8 @@ class Layout(Degrees):
             block, or (selective) all but matrix products and attention.
         offload: where dp_shard keeps parameters and optimizer state between uses.
         cp_by: how the ranks of cp attend to each other's positions: each has whole sequences of some heads;
-            or gathers the keys and values for its own positions; or gets these in turn (ring). `"auto"` is
-            heads if cp divides them, else gather.
+            or gathers the keys and values for its own positions. `"auto"` is heads if cp divides them, else
+            gather.
         schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
         chunks: stages of the model that each rank of pp holds.
         stages: where the model is cut, joined by "+": the names of the modules that all stages but the first

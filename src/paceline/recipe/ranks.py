@@ -58,8 +58,8 @@ class LayoutSection(_DegreesSection):
     cp_by: Attending = Layout.cp_by
     """Way in which ranks of `cp` attend to others' positions: `"heads"` (each has whole sequences of some
     heads; any attention code works), `"gather"` (each gathers keys and values for its own positions; `cp`
-    may exceed the key and value heads, and attention must be torch's function), `"ring"` (as gather, but
-    keys and values come in turns: least memory), or `"auto"` (heads if `cp` divides them, else gather)."""
+    may exceed the key and value heads, and attention must be torch's function), or `"auto"` (heads if `cp`
+    divides them, else gather)."""
     schedule: str = Layout.schedule
     """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
     rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and

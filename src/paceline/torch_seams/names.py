@@ -264,15 +264,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch._foreach_add_", "adds by one kernel"),
         TorchName("torch._foreach_mul_", "multiplies by one kernel"),
         TorchName("torch._fused_sdp_choice", "finds out whether a kernel takes shared heads"),
-        TorchName(
-            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-            "attends to a part of the keys, with the sums by which parts are merged",
-            "scaled_dot_product_attention does not return the sums",
-        ),
-        TorchName(
-            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-            "as _scaled_dot_product_flash_attention_for_cpu",
-        ),
         TorchName("torch.ops.aten._safe_softmax", "gives attention with masks the bits of torch's"),
         TorchName("torch._C._get_math_sdp_allow_fp16_bf16_reduction", "as _safe_softmax"),
     ),

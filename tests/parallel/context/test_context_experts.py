@@ -26,7 +26,7 @@ from tests.verifying.runs import PoolRunner
         ["cp=2 ep=2"],
         pytest.param(["cp=2 cp_by=gather", "cp=2 ep=2 recompute=block"], marks=pytest.mark.slow),
         pytest.param(["cp=2 dp_replicate=2 ep=4", "dp_shard=2 cp=2 ep=2"], marks=pytest.mark.slow),
-        pytest.param(["pp=2 cp=2 ep=2", "cp=2 tp=2 ep=2 cp_by=ring"], marks=pytest.mark.slow),
+        pytest.param(["pp=2 cp=2 ep=2", "cp=2 tp=2 ep=2 cp_by=gather"], marks=pytest.mark.slow),
         pytest.param(["dp_shard=2 cp=2 ep=4 cp_by=gather"], marks=pytest.mark.slow),
     ],
     ids=lambda texts: texts[0],

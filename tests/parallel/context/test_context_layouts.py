@@ -18,7 +18,7 @@ from tests.verifying.test_faults import recipe_table
 
 LAYOUTS = {
     # Those without recompute are among `tests/verifying/test_all_layouts.py`'s.
-    "gpt": ["cp=2 recompute=block", "cp=2 cp_by=ring recompute=block", "pp=2 cp=2 cp_by=gather"],
+    "gpt": ["cp=2 recompute=block", "cp=2 cp_by=gather recompute=block", "pp=2 cp=2 cp_by=gather"],
     "encoder": ["cp=2 dp_shard=2 zero=2 recompute=selective"],
 }
 
@@ -41,7 +41,7 @@ def test_sequences_are_divided_as_in_one_process(ranks: Pool, tmp_path: Path, ki
         ("gpt", "dp_replicate=2 cp=2 tp=2"),
         ("gpt", "dp_shard=2 cp=2 tp=2 recompute=block"),
         ("encoder", "dp_shard=2 cp=2 tp=2 zero=1"),
-        ("gpt", "cp=2 tp=2 cp_by=ring"),
+        ("gpt", "cp=2 tp=2 cp_by=gather"),
         ("gpt", "pp=2 cp=2 tp=2 recompute=block"),
         ("gpt", "pp=2 dp_shard=2 cp=2"),
     ],
@@ -78,7 +78,7 @@ def train_uneven(world: Any, layouts: list[str]) -> list[Any]:
 
 UNEVEN = [
     "pp=2 cp=2 recompute=block",
-    "pp=2 cp=2 cp_by=ring schedule=zbv",
+    "pp=2 cp=2 cp_by=gather schedule=zbv",
     "pp=2 cp=2 cp_by=gather schedule=interleaved chunks=2 recompute=selective",
 ]
 

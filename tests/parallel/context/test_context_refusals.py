@@ -153,7 +153,7 @@ def test_what_leaves_the_blocks_is_refused(kind: type[Model], num_ranks: int, wo
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize("by", ["heads", "ring"])
+@pytest.mark.parametrize("by", ["heads", "gather"])
 def test_kernels_that_cannot_be_traced_are_refused(kernel: str, by: str) -> None:
     model, ids = Model(_plain), torch.zeros(2, LENGTH, dtype=torch.int64)
     model.config = SimpleNamespace(_attn_implementation=kernel)  # as models of transformers have it

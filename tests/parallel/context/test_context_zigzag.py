@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
-from paceline.parallel.context import ring
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows
@@ -129,31 +128,6 @@ def test_hidden_keys_are_skipped_and_every_bit_is_kept(
     assert all(same and alike for same, alike, _ in found), found
 
 
-def count_scores(world: Any, length: int) -> list[int]:
-    """Return how many pairs of queries and keys each turn of a ring computes on this rank."""
-    rows = Rows(build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp, is_causal=True)
-    rows.divide(length)
-    tensors = tuple(rows.take(torch.randn(1, 1, length, 8), 2) for _ in range(3))
-    right, pairs = ring._compute, list[int]()
-
-    def compute(query: Tensor, key: Tensor, value: Tensor, turn: Any) -> Any:
-        all_pairs = query.shape[-2] * key.shape[-2]
-        pairs.append(all_pairs // 2 if turn.is_causal else all_pairs)
-        return right(query, key, value, turn)
-
-    with mock.patch.object(ring, "_compute", compute):
-        attend_by_rows(rows, gathers=True, is_causal=True, by="ring")(
-            ATTENTION, tensors, {"is_causal": True}, ATTENTION
-        )
-    return pairs
-
-
-def test_a_ring_computes_half_of_the_pairs_in_each_turn(ranks: Pool) -> None:
-    assert ranks.run(count_scores, nproc=4, args=(32,)) == [[32] * 4] * 4
-    # Consecutive positions: rank r skips the turns whose keys are behind it.
-    assert [len(pairs) for pairs in ranks.run(count_scores, nproc=4, args=(36,))] == [1, 2, 3, 4]
-
-
 class Causal(Packed):
     """Causal attention, whose result is viewed as one process may view it."""
 
@@ -187,11 +161,9 @@ def mix(world: Any, by: str, length: int) -> list[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("by", "length"), [("gather", 1024), ("ring", 48)])
-def test_masks_work_beside_causal_attention(ranks: Pool, by: str, length: int) -> None:
-    for found in ranks.run(mix, nproc=2, args=(by, length)):
-        assert all(close for _, close in found), found
-        assert by == "ring" or all(same for same, _ in found), found
+def test_masks_work_beside_causal_attention(ranks: Pool) -> None:
+    for found in ranks.run(mix, nproc=2, args=("gather", 1024)):
+        assert all(same and close for same, close in found), found
 
 
 def train_long(world: Any, by: str) -> dict[str, Tensor]:
@@ -216,10 +188,9 @@ def train_long(world: Any, by: str) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("by", ["gather", "ring"])
-def test_a_long_sequence_trains_as_in_one_process(ranks: Pool, by: str) -> None:
+def test_a_long_sequence_trains_as_in_one_process(ranks: Pool) -> None:
     (expected,) = ranks.run(train_long, nproc=1, args=("",))
-    for found in ranks.run(train_long, nproc=2, args=(by,)):
-        assert by == "ring" or torch.equal(found["loss"], expected["loss"])
+    for found in ranks.run(train_long, nproc=2, args=("gather",)):
+        assert torch.equal(found["loss"], expected["loss"])
         for name, tensor in expected.items():
             assert float((found[name] - tensor).abs().max() / tensor.abs().max()) < 1e-11, name

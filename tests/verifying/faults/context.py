@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.mesh import Axis
 from paceline.models import gpt
-from paceline.parallel.context import apply, exchange, gather, ring
+from paceline.parallel.context import apply, exchange, gather
 from paceline.parallel.context.division import Division
 from paceline.parallel.dropout import replacements
 from paceline.parallel.dropout.replacements import Cut
@@ -338,42 +338,6 @@ def gradient_of_gathered_keys_not_summed() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def ring_merged_without_sums() -> Iterator[None]:
-    """By ring, the results for the keys of two ranks are averaged, whatever their sums of exponentials."""
-    right = ring._merge
-
-    def merge(out: Tensor | None, sums: Tensor | None, part: Tensor, part_sums: Tensor) -> Any:
-        if out is None:
-            return right(out, sums, part, part_sums)
-        return (out + part) / 2, right(out, sums, part, part_sums)[1]
-
-    with mock.patch.object(ring, "_merge", merge):
-        yield
-
-
-@contextlib.contextmanager
-def ring_stands_still() -> Iterator[None]:
-    """By ring, each rank attends to its own keys and values in every turn."""
-    with mock.patch.object(ring, "_pass_on", lambda tensor, num_rows, rows: ring._Sending(tensor)):
-        yield
-
-
-@contextlib.contextmanager
-def ring_takes_the_other_chunk() -> Iterator[None]:
-    """By ring, a rank attends to the last chunk of the ranks before it, and not to the first."""
-    right = ring._take_turn
-
-    def take(*given: Any) -> Any:
-        found = right(*given)
-        if found is not None and found.keys.stop is not None:
-            found = replace(found, keys=slice(found.keys.stop, None))
-        return found
-
-    with mock.patch.object(ring, "_take_turn", take):
-        yield
-
-
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     fault.__name__: fault
     for fault in (
@@ -399,8 +363,5 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         positions_of_the_first_rank,
         gathered_keys_of_one_rank_twice,
         gradient_of_gathered_keys_not_summed,
-        ring_merged_without_sums,
-        ring_stands_still,
-        ring_takes_the_other_chunk,
     )
 }

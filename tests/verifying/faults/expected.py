@@ -230,23 +230,6 @@ EXPECTED: dict[str, Expected] = {
     "gradient_of_gathered_keys_not_summed": Expected(
         "gpt", "cp=2 cp_by=gather", "PL707", "layers.1.self_attn", ["v_proj", "over cp"]
     ),
-    "ring_merged_without_sums": Expected(
-        "gpt", "cp=2 cp_by=ring", "PL701", "layers.0.self_attn", ["before layers.0.self_attn.o_proj"]
-    ),
-    "ring_stands_still": Expected(
-        "gpt",
-        "cp=2 cp_by=ring",
-        "PL701",
-        "layers.0.self_attn",
-        ["before layers.0.self_attn.o_proj", "positions 8 to 31 of 32"],
-    ),
-    "ring_takes_the_other_chunk": Expected(
-        "gpt",
-        "cp=2 cp_by=ring",
-        "PL701",
-        "layers.0.self_attn",
-        ["on rank 1 only", "before layers.0.self_attn.o_proj", "positions 8 to 23 of 32"],
-    ),
     "experts_gradient_scaled_by_ep": Expected(
         "moe", "dp_replicate=2 ep=2", "PL707", "layers.1.mlp.experts", ["2 times", "ranks of ep=2"]
     ),

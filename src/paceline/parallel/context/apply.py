@@ -61,14 +61,14 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
             change_output(module, change)
     for call in plan.attending:
         inside[call.module][call.spot] = attend_by_rows(
-            rows[call.stretch], gathers=call.gathers, is_causal=call.is_causal, by=plan.by
+            rows[call.stretch], gathers=call.gathers, is_causal=call.is_causal
         )
     for name, found in inside.items():
         listed = {
             site: [found.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
-        unknown = refuse_unknown(name, plan.by) if name in {call.module for call in plan.attending} else None
+        unknown = refuse_unknown(name) if name in {call.module for call in plan.attending} else None
         change_calls(modules[name], WATCHED | ATTENDING, listed, unknown)
     for stretch, own in zip(plan.stretches, rows, strict=True):
         change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))

@@ -45,8 +45,7 @@ def kernel_error(saw: str) -> PacelineError:
         "PL640",
         saw=f"layout.cp: {saw}.",
         rule="To find where cp can divide sequences, one forward is traced on tensors without memory. "
-        "That follows operations of torch. By ring, an attention must also give the logarithm of the sum of "
-        "its exponentials.",
+        "That follows operations of torch.",
         fix="Make the model call F.scaled_dot_product_attention, which takes any mask and runs torch's own "
         'flash kernel where it can (for models of transformers: attn_implementation="sdpa").',
     )

@@ -1,6 +1,4 @@
-"""Attention by rows: a rank's queries against the keys and values of all ranks.
-
-With `cp_by = "gather"` these are gathered; with `"ring"` they go round (`ring.py`).
+"""Attention by rows (`cp_by = "gather"`): a rank's queries against the gathered keys and values of all ranks.
 
 | function      | forward    | backward                                  |
 |---------------|------------|-------------------------------------------|
@@ -11,7 +9,7 @@ Llama 3 Herd of Models", section 3.3.2. In zigzag, a rank has two chunks of posi
 attends with each to the keys up to the chunk's end alone.
 
 With K the bytes of the keys of one block and n the ranks, a rank sends (n-1)/n x 2K bytes per attention and
-pass by gather, in one message: keys and values travel together. All ranks of the axis must call these
+pass, in one message: keys and values travel together. All ranks of the axis must call these
 functions in the same order.
 """
 
@@ -28,8 +26,6 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows, all_gather_rows, exchange_messages
-from paceline.parallel.context.ring import RingCall, attend_in_ring
-from paceline.parallel.dropout.replacements import draw_factors
 from paceline.parallel.tensor.calls import Change
 from paceline.parallel.tensor.collectives import refuse_graph, show
 from paceline.torch_seams.operators import flash_shares_heads
@@ -62,7 +58,7 @@ class AttentionCall(NamedTuple):
         return function(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
 
-def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gather") -> Change:
+def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool) -> Change:
     """Return a change that makes a call of attention see the keys of all ranks.
 
     Args:
@@ -70,7 +66,6 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gat
         gathers: whether a rank has rows of the keys too; if not, they are of a whole sequence.
         is_causal: whether a call with several queries is. Code may leave that out for a single query, which
             in one process is the first position, and here is any.
-        by: `"gather"` or `"ring"`.
     """
 
     shares_heads = flash_shares_heads()
@@ -78,8 +73,6 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gat
     def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         call = AttentionCall(*args, **kwargs)
         rows.check(call.query, POSITIONS, rows.own)
-        if gathers and by == "ring":
-            return _attend_in_turns(call, rows, is_causal=is_causal)
         key, value = call.key, call.value
         if gathers:
             key, value = _gather_both(key, value, rows)
@@ -135,33 +128,15 @@ def _attend_by_chunks(call: AttentionCall, rows: Rows, run: Callable[..., Any]) 
     return torch.cat(parts, POSITIONS)
 
 
-def _attend_in_turns(call: AttentionCall, rows: Rows, *, is_causal: bool) -> Tensor:
-    """Compute a call's attention in turns, with the same types and dropout as without a ring."""
-    query, key, value = call[:3]
-    rows.check(key, POSITIONS, rows.own)
-    mask, device = cut_mask(call.attn_mask, rows), query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    with torch.autocast(device, enabled=False):
-        factors = draw_factors(query, rows.whole, call.dropout_p) if call.dropout_p else None
-        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        causal = call.is_causal or (is_causal and mask is None and rows.own == 1)
-        given = RingCall(mask, factors, causal, scale, call.enable_gqa, rows)
-        return attend_in_ring(query, key, value, given)
-
-
-def refuse_unknown(module: str, by: str) -> Change:
+def refuse_unknown(module: str) -> Change:
     """Return a change that refuses a call of attention, which would see this rank's keys only."""
 
     def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         raise PacelineError(
             "PL634",
-            saw=f'layout.cp_by="{by}": {module} calls F.scaled_dot_product_attention at another place of '
+            saw=f'layout.cp_by="gather": {module} calls F.scaled_dot_product_attention at another place of '
             "its code than in the trial forward.",
-            rule=f"By {by}, keys and values are exchanged in the calls that the trial forward, in training "
+            rule="By gather, keys and values are exchanged in the calls that the trial forward, in training "
             "mode, has made.",
             fix='Set cp_by="heads", or let the code take the same path in training and in evaluation.',
         )
@@ -237,13 +212,13 @@ class _GatherKeys(torch.autograd.Function):
         return _add_up_rows(grad, *ctx.given), None, None, None
 
 
-def outside_attention_error(where: str, by: str) -> PacelineError:
+def outside_attention_error(where: str) -> PacelineError:
     """Return the error for code that combines positions anywhere but in torch's attention function."""
     return PacelineError(
         "PL634",
-        saw=f'layout.cp_by="{by}": {where} combines positions, and is not part of '
+        saw=f'layout.cp_by="gather": {where} combines positions, and is not part of '
         "F.scaled_dot_product_attention.",
-        rule=f"By {by}, a rank has rows of everything, and gets other ranks' keys and values in calls of "
+        rule="By gather, a rank has rows of everything, and gets other ranks' keys and values in calls of "
         "F.scaled_dot_product_attention.",
         fix='Set cp_by="heads", with which any attention code works. Or have the model call that function '
         '(for models of transformers: attn_implementation="sdpa").',

@@ -128,11 +128,11 @@ class ContextPlan:
 
     Attributes:
         num_ranks: degree of cp.
-        by: how ranks attend: `"heads"`, `"gather"` or `"ring"`.
+        by: how ranks attend: `"heads"` or `"gather"`.
         stretches: runs of blocks.
         crossings: places where rows and heads are exchanged.
         entering: tensors besides the streams that blocks get and use in rows, or whole.
-        attending: calls of attention by rows. By heads there are crossings, by gather and ring these two.
+        attending: calls of attention by rows. By heads there are crossings, by gather these two.
         whole: modules that get whole sequences.
         sizes: by module, the calls that get changed sizes, and the stretch that these belong to.
         sites: by module, the places in the source where its forward makes changed calls, each with the number
@@ -180,8 +180,7 @@ class ContextPlan:
             what = "whole, gradient summed" if entering.dim is None else "rows"
             counted[f"argument {where} of {_shorten(entering.module)}: {what}"] += 1
         for call in self.attending:
-            exchanged = "gathered" if self.by == "gather" else "in a ring"
-            keys = exchanged if call.gathers else "whole"
+            keys = "gathered" if call.gathers else "whole"
             counted[f"attention by rows, keys {keys}: {_shorten(call.module)}"] += 1
         for mixture in self.whole:
             counted[f"whole sequences: {_shorten(mixture.module)}"] += 1

@@ -1,4 +1,4 @@
-"""Decides how the sequence of a model is divided by gather or ring: attention by rows, from a trial forward.
+"""Decides how the sequence of a model is divided by gather: attention by rows, from a trial forward.
 
 Everything between the blocks runs on rows, and so does attention. Its keys and values are exchanged in calls
 of torch's `scaled_dot_product_attention`, which is also where the rows of a mask are cut. Other tensors that
@@ -46,7 +46,7 @@ class GatherWalk(Walk):
     def _pass_op(self, index: int, number: int) -> None:
         op = self.trace.ops[number]
         if self._combines(op) and any(tensor in self.rows for tensor in op.inputs):
-            raise outside_attention_error(f"{op.name} in {op.module or 'the model'}", self.plan.by)
+            raise outside_attention_error(f"{op.name} in {op.module or 'the model'}")
         super()._pass_op(index, number)
 
     def _attend(self, index: int, call: Written) -> None:
