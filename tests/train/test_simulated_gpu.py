@@ -73,11 +73,10 @@ def test_a_step_waits_for_the_device_once(loss: str, settings: dict[str, Any]) -
 
 def test_an_agreement_is_filled_without_waiting() -> None:
     with simulated_gpu() as waits:
-        agreement = Agreement(2, 0, 3, GPU, None, num_parts=2)
+        agreement = Agreement(2, 0, 3, GPU, None)
         agreement.put_microbatch(0, torch.ones((), device=GPU), torch.tensor(2.0))
         agreement.put_microbatch(1, torch.ones((), device=GPU), torch.ones((), device=GPU))
         agreement.put_used([True, False, True])
-        agreement.put_parts(torch.ones(2, device=GPU))
         agreement.launch(RankMessage(0, 3, copies=torch.ones(4, dtype=torch.int64, device=GPU)))
         assert waits.places == []
         agreement.wait(torch.ones((), device=GPU))

@@ -7,9 +7,6 @@ collective adds the sums.
 With the exact reduction the norm must have the same bits for any division of rows over dp_shard, or of
 experts over ep. So it is computed from the norms of single rows, which no rank divides, in the order of the
 whole tensor.
-
-In a pipeline without other axes, the step's agreement carries these numbers, so the norm takes no collective
-of its own (`count_parts`, `measure_parts`, `join_parts`).
 """
 
 from __future__ import annotations
@@ -50,7 +47,8 @@ def measure_norm(
         mesh: the ranks, or `None` for one.
         exact: whether the bits must not depend on dp_shard.
     """
-    device, dtype = _find_device(parameters, mesh), parameters[0].dtype.to_real()
+    # Ranks exchange numbers on this device; offloaded parameters are elsewhere.
+    device, dtype = parameters[0].device if mesh is None else mesh.device, parameters[0].dtype.to_real()
     if exact:
         squares = _add_rows(gradients, parameters, placement, mesh, device)
     elif mesh is None or not placement.is_divided:
@@ -59,44 +57,6 @@ def measure_norm(
         squares = _add_own_squares(gradients, placement, device)
         squares = gather_rows(squares.reshape(1), mesh.model.group).sum()
     return squares.sqrt()
-
-
-def count_parts(parameters: Sequence[Tensor], mesh: Mesh | None, *, exact: bool) -> int:
-    """Return the number of parts of the norm that a step's agreement carries; 0 if it carries none.
-
-    It does if the ranks of pp are all ranks: then it sends no number to more ranks than a collective for the
-    norm would.
-    """
-    if mesh is None or mesh.pp.size == 1 or mesh.pp.size < mesh.layout.num_ranks:
-        return 0
-    return sum(map(_count_rows, parameters)) if exact else mesh.pp.size
-
-
-def measure_parts(
-    gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh, *, exact: bool
-) -> Tensor:
-    """Return this rank's parts of the norm, and zeros in the places of the others'.
-
-    Args:
-        gradients, parameters, placement, mesh, exact: as for `measure_norm`.
-    """
-    device = _find_device(parameters, mesh)
-    if exact:
-        rows = _measure_first(gradients, parameters, placement, device)
-        return torch.cat([row.double() for row in rows])
-    parts = torch.zeros(mesh.pp.size, dtype=torch.float64, device=device)
-    parts[mesh.pp.rank] = _add_own_squares(gradients, placement, device)
-    return parts
-
-
-def join_parts(parts: Tensor, *, exact: bool) -> Tensor:
-    """Return the norm from the parts of all ranks: the bits of `measure_norm`."""
-    return (parts.square() if exact else parts).sum().sqrt()
-
-
-def _find_device(parameters: Sequence[Tensor], mesh: Mesh | None) -> torch.device:
-    """Return the device that ranks exchange numbers on; offloaded parameters are elsewhere."""
-    return parameters[0].device if mesh is None else mesh.device
 
 
 def _add_own_squares(gradients: Named, placement: Placement, device: torch.device) -> Tensor:
@@ -110,14 +70,6 @@ def _add_own_squares(gradients: Named, placement: Placement, device: torch.devic
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     return get_total_norm(counted).to(device).double().square()
-
-
-def _measure_first(
-    gradients: Named, parameters: Sequence[Tensor], placement: Placement, device: torch.device
-) -> list[Tensor]:
-    """Return the norms of rows that this rank has; a weight on several stages counts on the first of them."""
-    counted = [g if placement.is_on_first_stage(name) else None for name, g in gradients]
-    return [_measure_rows(g, p, device).to(device) for g, p in zip(counted, parameters, strict=True)]
 
 
 def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -146,7 +98,9 @@ def _add_rows(
     device: torch.device,
 ) -> Tensor:
     """Return the sum of squares in an order that only tp may change."""
-    rows = _measure_first(gradients, parameters, placement, device)
+    # A weight on several stages counts on the first of them.
+    counted = [g if placement.is_on_first_stage(name) else None for name, g in gradients]
+    rows = [_measure_rows(g, p, device).to(device) for g, p in zip(counted, parameters, strict=True)]
     if mesh is not None and mesh.dp_shard.size > 1:
         # Replaces the rows of a shard that a rank has; a whole tensor has all of its rows already.
         shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]

@@ -6,8 +6,7 @@ computed what:
 
     [ per rank: its own message (see `RankMessage`) |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
-      per parameter: on how many ranks a gradient was computed (where that is tracked) |
-      per row of the gradient: its norm (in a pipeline without data ranks, see `parallel/norm.py`) ]
+      per parameter: on how many ranks a gradient was computed (where that is tracked) ]
 
 A rank sends it before the last gradients, and reads it when they have arrived.
 """
@@ -111,7 +110,6 @@ class Agreement:
         num_parameters: parameters whose use is tracked, 0 for none.
         device: where the collective runs.
         group: the ranks, or `None` for a world of one.
-        num_parts: parts of the gradient's norm that ranks report, 0 for none.
     """
 
     def __init__(
@@ -121,17 +119,14 @@ class Agreement:
         num_parameters: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        *,
-        num_parts: int = 0,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._num_parameters = num_parameters
-        self._num_parts = num_parts
         self._width = _NUM_FIXED + num_statistics
         self._num_ranks = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
         self._first = self._num_ranks * NUM_SENT
-        length = self._first + num_microbatches * self._width + num_parameters + num_parts
+        length = self._first + num_microbatches * self._width + num_parameters
         sent = max(_LEAST_SENT, 1 << (length - 1).bit_length())
         self._summed = torch.zeros(sent, dtype=torch.float64, device=device)
         self._vector = self._summed[:length]
@@ -161,13 +156,7 @@ class Agreement:
         """Mark the parameters that got a gradient on this rank."""
         assert len(used) == self._num_parameters
         if used:
-            end = len(self._vector) - self._num_parts
-            self._place(end - len(used), used)
-
-    def put_parts(self, parts: Tensor) -> None:
-        """Fill in the parts of the norm: those of this rank, and zeros for the others'."""
-        assert len(parts) == self._num_parts
-        self._vector[len(self._vector) - self._num_parts :] = parts
+            self._place(len(self._vector) - len(used), used)
 
     def launch(self, message: RankMessage) -> None:
         """Start the collective."""
@@ -197,13 +186,6 @@ class Agreement:
         sent = torch.tensor(numbers, dtype=torch.float64, pin_memory=is_locked)
         self._vector[start : start + len(numbers)].copy_(sent, non_blocking=True)
 
-    def wait_for_parts(self) -> Tensor:
-        """Wait for the collective; return the parts of the norm from all ranks, on the device."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._vector[len(self._vector) - self._num_parts :]
-
     def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
         """Wait for the collective and read its result, with one transfer from the device.
 
@@ -224,7 +206,7 @@ class Agreement:
             if extra is not None:
                 brought = extra.item()
         else:
-            vector = self._vector[: len(self._vector) - self._num_parts]
+            vector = self._vector
             if extra is not None:
                 vector = torch.cat([vector, extra.double().reshape(1)])
             numbers = vector.cpu().numpy()

@@ -29,7 +29,7 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
 from paceline.parallel.hook_state import HookState
-from paceline.parallel.norm import count_parts, join_parts, measure_norm, measure_parts
+from paceline.parallel.norm import measure_norm
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugates
@@ -153,7 +153,6 @@ class Update:
         # Frozen since the build.
         self._frozen: list[Tensor] = []
         self._hook_memory: Any = None  # before the step
-        self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
 
     @property
@@ -227,7 +226,6 @@ class Update:
             len(self._named) if runner.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
-            num_parts=self._num_parts,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
@@ -238,8 +236,7 @@ class Update:
         if self.compression is not None:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
             self.compression.begin(step, self._unit / loss_scale)
-        measure = self._measure_parts if self._num_parts else None
-        launch = Launch(agreement, message, settings, runner.used, measure)
+        launch = Launch(agreement, message, settings, runner.used)
         return Work(objective, share, step, phase, self._unit, launch, count_flops, own)
 
     def end(self) -> None:
@@ -343,10 +340,8 @@ class Update:
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
         self._drop_frozen(work)
         gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
-        norm_tensor = None if self._num_parts else self.measure_norm()
+        norm_tensor = self.measure_norm()
         compute_s = time.perf_counter() - started_s
-        if norm_tensor is None:
-            norm_tensor = join_parts(agreement.wait_for_parts(), exact=self._is_exact)
         agreed, norm = agreement.wait(norm_tensor)
         work.launch.settings.check(agreed.settings)
         self._copies.check(agreed.copies)
@@ -412,18 +407,6 @@ class Update:
         return measure_norm(
             [(name, p.grad) for name, p in named],
             [p for _, p in named],
-            self.placement,
-            self._mesh,
-            exact=self._is_exact,
-        )
-
-    def _measure_parts(self) -> Tensor:
-        assert self._mesh is not None
-        for frozen in self._frozen:  # the gradients are summed
-            frozen.grad = None
-        return measure_parts(
-            [(name, p.grad) for name, p in self._updated],
-            [p for _, p in self._updated],
             self.placement,
             self._mesh,
             exact=self._is_exact,

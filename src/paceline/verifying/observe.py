@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.placement import local
-from paceline.parallel.tensor.collectives import ADDING_UP
+from paceline.parallel.tensor.collectives import sums_gradient
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.autograd import is_view
 from paceline.torch_seams.modules import own_buffers, own_parameters
@@ -135,7 +135,7 @@ def has_part_of_gradient(tensor: Tensor) -> bool:
     """
     node: Any = tensor.grad_fn
     while node is not None:
-        if type(node).__name__ in ADDING_UP:
+        if sums_gradient(node):
             return True
         if not is_view(node):
             return False

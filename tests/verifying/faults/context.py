@@ -45,6 +45,18 @@ def _to_rows(change: Callable[[Tensor, Split, Axis], Tensor]) -> AbstractContext
     return mock.patch.object(exchange, "_exchange_to_rows", exchanged)
 
 
+def _replacing(of: Any, *, run: Any = None, back: Any = None) -> AbstractContextManager[Any]:
+    """Replace what a function of rows returns, or its gradient."""
+    right = exchange.differentiate
+
+    def differentiate(own: Any, gradient: Any, tensor: Tensor, *given: Any) -> Tensor:
+        if own is of:
+            own, gradient = run or own, back or gradient
+        return right(own, gradient, tensor, *given)
+
+    return mock.patch.object(exchange, "differentiate", differentiate)
+
+
 def _weighing(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
     """Replace the causal mask [length, length] inside of attention."""
     right = replacements.weigh
@@ -159,11 +171,10 @@ def rows_of_another_rank() -> Iterator[None]:
 def rows_joined_in_another_order() -> Iterator[None]:
     """Behind the last block, the ranks' rows are joined in another order."""
 
-    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        ctx.given = dim, division, axis
+    def join(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
         return exchange.all_gather_rows(tensor, dim, division, axis).roll(division.counts[0], dim)
 
-    with mock.patch.object(exchange._JoinDivided, "forward", staticmethod(forward)):
+    with _replacing(exchange.all_gather_rows, run=join):
         yield
 
 
@@ -171,11 +182,10 @@ def rows_joined_in_another_order() -> Iterator[None]:
 def zigzag_not_undone() -> Iterator[None]:
     """Behind the last block, chunks in zigzag are joined as if each rank had consecutive positions."""
 
-    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        ctx.given = dim, division, axis
+    def join(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
         return exchange.all_gather_rows(tensor, dim, Division(division.counts), axis)
 
-    with mock.patch.object(exchange._JoinDivided, "forward", staticmethod(forward)):
+    with _replacing(exchange.all_gather_rows, run=join):
         yield
 
 
@@ -211,28 +221,21 @@ def labels_shifted_across_the_cut() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_of_keys_lost() -> Iterator[None]:
     """The gradients of keys that the other rank's heads give are lost on their way back."""
-    calls = 0
-    right = exchange._ToHeads
+    right, calls = exchange.differentiate, 0
 
-    def forward(ctx: Any, *given: Any) -> Tensor:
+    def lose(grad: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
+        found = exchange._exchange_to_rows(grad, dim, split, counts, axis)
+        parts = [split.take(found, rank) for rank in range(axis.size)]
+        return split.join([p if rank == axis.rank else p * 0 for rank, p in enumerate(parts)])
+
+    def differentiate(run: Any, back: Any, tensor: Tensor, *given: Any) -> Tensor:
         nonlocal calls
-        calls += 1
-        ctx.is_keys = calls % 3 == 2
-        return right_forward(ctx, *given)  # type: ignore[no-any-return]
+        if run is exchange._exchange_to_heads:
+            calls += 1
+            back = lose if calls % 3 == 2 else back
+        return right(run, back, tensor, *given)
 
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        found, *rest = right_backward(ctx, grad)
-        if ctx.is_keys:
-            _, split, _, axis = ctx.given
-            parts = [split.take(found, rank) for rank in range(axis.size)]
-            found = split.join([p if rank == axis.rank else p * 0 for rank, p in enumerate(parts)])
-        return found, *rest
-
-    right_forward, right_backward = right.forward, right.backward
-    with (
-        mock.patch.object(right, "forward", staticmethod(forward)),
-        mock.patch.object(right, "backward", staticmethod(backward)),
-    ):
+    with mock.patch.object(exchange, "differentiate", differentiate):
         yield
 
 
@@ -240,13 +243,12 @@ def gradient_of_keys_lost() -> Iterator[None]:
 def gradient_of_rows_lost() -> Iterator[None]:
     """Before the first block, the gradient of the first rank's rows is lost."""
 
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, division, _ = ctx.given
-        joined = exchange.all_gather_rows(grad, *ctx.given)
+    def lose(grad: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
+        joined = exchange.all_gather_rows(grad, dim, division, axis)
         joined.narrow(dim, 0, division.counts[0]).zero_()
-        return joined, None, None, None
+        return joined
 
-    with mock.patch.object(exchange._DivideRows, "backward", staticmethod(backward)):
+    with _replacing(exchange._own_rows, back=lose):
         yield
 
 

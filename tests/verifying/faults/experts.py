@@ -199,16 +199,16 @@ def answers_of_runs_in_another_order() -> Iterator[None]:
 @contextlib.contextmanager
 def rows_gradient_of_own_experts() -> Iterator[None]:
     """Of a mixture's tokens, each rank of cp has the gradients that its own experts give."""
-    right = spread._TakeSome.backward
+    right = spread.differentiate
 
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        whole, *others = right(ctx, gradient)
-        lengths, rows = ctx.given
-        runs = list(torch.split(whole, list(lengths)))
-        kept = [run * (number % rows.size == rows.rank) for number, run in enumerate(runs)]
-        return torch.cat(kept), *others
+    def keep(gradient: Tensor, lengths: tuple[int, ...], rows: spread.SameRows) -> Tensor:
+        runs = list(torch.split(spread._join(gradient, lengths, rows), list(lengths)))
+        return torch.cat([run * (number % rows.size == rows.rank) for number, run in enumerate(runs)])
 
-    with mock.patch.object(spread._TakeSome, "backward", staticmethod(backward)):
+    def differentiate(run: Any, back: Any, tensor: Tensor, *given: Any) -> Tensor:
+        return right(run, keep if run is spread._take else back, tensor, *given)
+
+    with mock.patch.object(spread, "differentiate", differentiate):
         yield
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel import norm
 from paceline.parallel.stages.deferred import WeightGradients
 from paceline.parallel.stages.reduction import StageSum
 from paceline.parallel.stages.transfer import StageTransfer
 from paceline.pipeline.messages import Message, Payload
 from paceline.seeds import derive_seed
-from paceline.train import update
 from paceline.train.runners.staged import StagedRunner
 from paceline.train.update import Update
 
@@ -244,22 +244,7 @@ def statistics_of_a_stage_lost() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_of_own_stage() -> Iterator[None]:
     """Each rank clips by the norm of its own stage."""
-
-    measure_all, join_all = update.measure_parts, update.join_parts
-    own: list[Tensor] = []
-
-    def measure(*args: Any, **settings: Any) -> Tensor:
-        parts = measure_all(*args, **settings)
-        own[:] = [parts]
-        return parts
-
-    def join(parts: Tensor, **settings: Any) -> Tensor:
-        return join_all(own[0], **settings)
-
-    with (
-        mock.patch.object(update, "measure_parts", measure),
-        mock.patch.object(update, "join_parts", join),
-    ):
+    with mock.patch.object(norm, "_fill_in_stages", lambda rows, mesh: rows):
         yield
 
 

@@ -22,19 +22,17 @@ communicate nothing.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.context.division import Division
 from paceline.parallel.context.errors import too_short_error
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import refuse_graph, show
+from paceline.parallel.tensor.collectives import differentiate, seen_by_modes
 from paceline.torch_seams.tensors import is_fake
 
 log = logging.getLogger(__name__)
@@ -108,33 +106,28 @@ class Rows:
             )
 
 
+@seen_by_modes
 def take_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor that all ranks have whole."""
-    if has_torch_function_unary(tensor):
-        return show(take_rows, tensor, dim, rows)
     rows.divide(tensor.shape[dim])
-    result: Tensor = _DivideRows.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_own_rows, all_gather_rows, tensor, dim, rows.division, rows.axis)
 
 
+@seen_by_modes
 def cut_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor that all ranks have computed whole, inside of a stretch."""
-    if has_torch_function_unary(tensor):
-        return show(cut_rows, tensor, dim, rows)
     rows.check(tensor, dim, rows.whole)
-    result: Tensor = _DivideRows.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_own_rows, all_gather_rows, tensor, dim, rows.division, rows.axis)
 
 
+@seen_by_modes
 def join_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return the whole tensor, with which all ranks then compute the same."""
-    if has_torch_function_unary(tensor):
-        return show(join_rows, tensor, dim, rows)
     rows.check(tensor, dim, rows.own)
-    result: Tensor = _JoinDivided.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(all_gather_rows, _own_rows, tensor, dim, rows.division, rows.axis)
 
 
+@seen_by_modes
 def to_heads(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
     """Return all rows of this rank's heads, from this rank's rows of all heads.
 
@@ -144,20 +137,15 @@ def to_heads(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
         split: the dimension of the heads, and how it is cut.
         rows: of the stretch.
     """
-    if has_torch_function_unary(tensor):
-        return show(to_heads, tensor, dim, split, rows)
     rows.check(tensor, dim, rows.own)
-    result: Tensor = _ToHeads.apply(tensor, dim, split, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_exchange_to_heads, _exchange_to_rows, tensor, dim, split, rows.counts, rows.axis)
 
 
+@seen_by_modes
 def to_rows(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
     """Return this rank's rows of all heads, from all rows of this rank's heads; the inverse of `to_heads`."""
-    if has_torch_function_unary(tensor):
-        return show(to_rows, tensor, dim, split, rows)
     rows.check(tensor, dim, rows.whole)
-    result: Tensor = _ToRows.apply(tensor, dim, split, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_exchange_to_rows, _exchange_to_heads, tensor, dim, split, rows.counts, rows.axis)
 
 
 def _own_rows(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
@@ -209,55 +197,3 @@ def exchange_messages(received: list[Tensor], sent: list[Tensor], axis: Axis) ->
     dist.all_to_all_single(into, flat, sizes, [part.numel() for part in sent], group=axis.group)
     for part, piece in zip(received, torch.split(into, sizes), strict=True):
         part.copy_(piece.view_as(part))
-
-
-class _DivideRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        ctx.given = dim, division, axis
-        return _own_rows(tensor, dim, division, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return all_gather_rows(grad, *ctx.given), None, None, None
-
-
-class _JoinDivided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        ctx.given = dim, division, axis
-        return all_gather_rows(tensor, dim, division, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return _own_rows(grad, *ctx.given), None, None, None
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, dim: int, split: Split, counts: tuple[int, ...], axis: Axis
-    ) -> Tensor:
-        ctx.given = dim, split, counts, axis
-        return _exchange_to_heads(tensor, dim, split, counts, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return _exchange_to_rows(grad, *ctx.given), None, None, None, None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, dim: int, split: Split, counts: tuple[int, ...], axis: Axis
-    ) -> Tensor:
-        ctx.given = dim, split, counts, axis
-        return _exchange_to_rows(tensor, dim, split, counts, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return _exchange_to_heads(grad, *ctx.given), None, None, None, None

@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows, all_gather_rows, exchange_messages
 from paceline.parallel.tensor.calls import Change
-from paceline.parallel.tensor.collectives import refuse_graph, show
+from paceline.parallel.tensor.collectives import differentiate, seen_by_modes
 from paceline.torch_seams.operators import flash_shares_heads
 
 # The dimension of the positions in queries, keys, values and masks.
@@ -162,6 +161,7 @@ def cut_entering(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     return rows.take(tensor, dim)
 
 
+@seen_by_modes
 def gather_keys(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return the rows of all ranks; each rank uses them for other rows of the result.
 
@@ -170,11 +170,8 @@ def gather_keys(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
         dim: of the rows, not negative.
         rows: of the stretch.
     """
-    if has_torch_function_unary(tensor):
-        return show(gather_keys, tensor, dim, rows)
     rows.check(tensor, dim, rows.own)
-    result: Tensor = _GatherKeys.apply(tensor, dim, rows.division, rows.axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(all_gather_rows, _add_up_rows, tensor, dim, rows.division, rows.axis)
 
 
 def _gather_both(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -198,18 +195,6 @@ def _add_up_rows(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Te
     for part in received[1:]:
         total += part
     return total
-
-
-class _GatherKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        ctx.given = dim, division, axis
-        return all_gather_rows(tensor, dim, division, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return _add_up_rows(grad, *ctx.given), None, None, None
 
 
 def outside_attention_error(where: str) -> PacelineError:

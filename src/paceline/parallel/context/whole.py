@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from paceline.parallel.context.errors import cannot_divide_error
 from paceline.parallel.context.exchange import Rows, cut_rows, join_rows
 from paceline.parallel.context.plan import WholeModule
-from paceline.parallel.tensor.collectives import show
+from paceline.parallel.tensor.collectives import seen_by_modes
 from paceline.parallel.tensor.trace import ModuleCall, Trace
 
 if TYPE_CHECKING:
@@ -132,6 +131,7 @@ def plan_whole(walk: Walk, index: int, call: ModuleCall, last: int) -> WholeModu
     return WholeModule(call.module, places, gives, index)
 
 
+@seen_by_modes
 def join_whole(tensor: Tensor, place: tuple[int, bool], rows: Rows) -> Tensor:
     """Return the whole sequences, from this rank's rows.
 
@@ -140,8 +140,6 @@ def join_whole(tensor: Tensor, place: tuple[int, bool], rows: Rows) -> Tensor:
         place: the dimension of the positions, and whether samples share it.
         rows: of the stretch.
     """
-    if has_torch_function_unary(tensor):
-        return show(join_whole, tensor, place, rows)
     dim, is_shared = place
     if not is_shared:
         return join_rows(tensor, dim, rows)
@@ -149,10 +147,9 @@ def join_whole(tensor: Tensor, place: tuple[int, bool], rows: Rows) -> Tensor:
     return join_rows(apart, dim + 1, rows).flatten(dim, dim + 1)
 
 
+@seen_by_modes
 def cut_whole(tensor: Tensor, place: tuple[int, bool], rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor that all ranks have computed whole; see `join_whole`."""
-    if has_torch_function_unary(tensor):
-        return show(cut_whole, tensor, place, rows)
     dim, is_shared = place
     if not is_shared:
         return cut_rows(tensor, dim, rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.lists import MAX_DIMS, ListForm
 from paceline.parallel.experts.loop import loop_error
 from paceline.parallel.experts.spread import SameRows
+from paceline.parallel.tensor.collectives import differentiate
 
 # In messages, a type is its place here.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -124,10 +124,8 @@ def _compute(form: ListForm, rows: Tensor, arrived: list[list[_Header | None]], 
         weights: list[Tensor] = [*form.list_weights_of(number)]
         if torch.is_grad_enabled():
             weights = [use(w, place) if w.requires_grad else w for w in weights]
-        given: Tensor = _Alone.apply(part).view(header.shape)  # type: ignore[no-untyped-call]
-        answer = form.compute(number, given, weights)
-        alone: Tensor = _Alone.apply(answer)  # type: ignore[no-untyped-call]
-        answers.append(alone.reshape(-1, answer.shape[-1]))
+        answer = form.compute(number, _copy(part).view(header.shape), weights)
+        answers.append(_copy(answer).reshape(-1, answer.shape[-1]))
     if answers:
         return torch.cat(answers)
     # No rows, with the width and the type of the answers that arrive from other ranks.
@@ -135,17 +133,14 @@ def _compute(form: ListForm, rows: Tensor, arrived: list[list[_Header | None]], 
     return rows.sum(-1, keepdim=True).expand(-1, width).to(dtype)
 
 
-class _Alone(torch.autograd.Function):
-    """A copy of a tensor, whose gradient is copied too.
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy, whose gradient is copied too.
 
     A part of a larger tensor may begin anywhere in memory. Kernels may then add its numbers in another order
     than those of a separate tensor, which one process has.
     """
+    return differentiate(_clone, _clone, tensor)
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        return part.clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.clone(memory_format=torch.contiguous_format)
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

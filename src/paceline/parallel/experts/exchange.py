@@ -11,13 +11,11 @@ Source: Lepikhin et al. 2020, "GShard", section 3.2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.tensor.collectives import refuse_graph
+from paceline.parallel.tensor.collectives import differentiate
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,8 +46,7 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
     """
     if group.size() == 1:
         return rows
-    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_all_to_all, _all_to_all_back, rows, sent, received, group)
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -58,15 +55,5 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
     return found
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.given = received, sent, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        refuse_graph()
-        return _all_to_all(gradient, *ctx.given), None, None, None
+def _all_to_all_back(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    return _all_to_all(rows, received, sent, group)

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.tensor.collectives import refuse_graph
+from paceline.parallel.tensor.collectives import differentiate
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,13 @@ class SameRows:
         """
         if self.size == 1:
             return rows
-        result: Tensor = _TakeSome.apply(rows, tuple(lengths), self)  # type: ignore[no-untyped-call]
-        return result
+        return differentiate(_take, _join, rows, tuple(lengths), self)
 
     def join(self, answers: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the answers to all rows, from those of this rank's runs; collective."""
         if self.size == 1:
             return answers
-        result: Tensor = _JoinAll.apply(answers, tuple(lengths), self)  # type: ignore[no-untyped-call]
-        return result
+        return differentiate(_join, _take, answers, tuple(lengths), self)
 
 
 def _take(rows: Tensor, lengths: tuple[int, ...], spread: SameRows) -> Tensor:
@@ -90,27 +87,3 @@ def _join(own: Tensor, lengths: tuple[int, ...], spread: SameRows) -> Tensor:
     for rank, part in enumerate(torch.split(found, totals)):
         runs[rank :: spread.size] = torch.split(part, by_rank[rank])
     return torch.cat(runs)
-
-
-class _TakeSome(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: tuple[int, ...], spread: SameRows) -> Tensor:
-        ctx.given = lengths, spread
-        return _take(rows, lengths, spread)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        refuse_graph()
-        return _join(gradient, *ctx.given), None, None
-
-
-class _JoinAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, answers: Tensor, lengths: tuple[int, ...], spread: SameRows) -> Tensor:
-        ctx.given = lengths, spread
-        return _join(answers, lengths, spread)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        refuse_graph()
-        return _take(gradient, *ctx.given), None, None

@@ -21,7 +21,8 @@ these functions in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -32,67 +33,99 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.tensors import is_fake
 
+P = ParamSpec("P")
 
+
+def seen_by_modes(
+    function: Callable[Concatenate[Tensor, P], Tensor],
+) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """Decorate a function of a tensor so that modes for functions of torch see its calls."""
+
+    @wraps(function)
+    def seen(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(seen, (tensor,), tensor, *args, **kwargs)
+        return function(tensor, *args, **kwargs)
+
+    return seen
+
+
+def differentiate(
+    run: Callable[..., Tensor], back: Callable[..., Tensor], tensor: Tensor, *given: Any
+) -> Tensor:
+    """Return `run(tensor, *given)`, whose gradient is `back(gradient, *given)`."""
+    result: Tensor = _Pair.apply(tensor, run, back, given)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, run: Callable[..., Tensor], back: Callable[..., Tensor], given: Any
+    ) -> Tensor:
+        ctx.back, ctx.given = back, given
+        return run(tensor, *given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.back is not _once:
+            refuse_graph()
+        return ctx.back(grad, *ctx.given), None, None, None
+
+
+@seen_by_modes
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the tensor; its gradient is summed over the ranks."""
-    if has_torch_function_unary(tensor):
-        return show(copy, tensor, axis)
-    result: Tensor = _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_same, all_reduce, tensor, axis)
 
 
+@seen_by_modes
 def add_up(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum of the ranks' tensors."""
-    if has_torch_function_unary(tensor):
-        return show(add_up, tensor, axis)
-    result: Tensor = _AddUp.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(all_reduce, lambda grad, _: grad, tensor, axis)
 
 
+@seen_by_modes
 def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; all ranks then compute the same with them."""
-    if has_torch_function_unary(tensor):
-        return show(gather, tensor, axis, dim)
-    result: Tensor = _Gather.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(all_gather, own_part, tensor, axis, dim)
 
 
+@seen_by_modes
 def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; each rank then uses its part of the parameters."""
-    if has_torch_function_unary(tensor):
-        return show(gather_rows, tensor, axis, dim)
-    result: Tensor = _GatherRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(all_gather, reduce_scatter, tensor, axis, dim)
 
 
+@seen_by_modes
 def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part, along a dimension, of the sum of the ranks' tensors."""
-    if has_torch_function_unary(tensor):
-        return show(add_up_rows, tensor, axis, dim)
-    result: Tensor = _AddUpRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(reduce_scatter, all_gather, tensor, axis, dim)
 
 
+@seen_by_modes
 def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part of a tensor that all ranks have."""
-    if has_torch_function_unary(tensor):
-        return show(take_rows, tensor, axis, dim)
-    result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(own_part, all_gather, tensor, axis, dim)
 
 
+@seen_by_modes
 def keep_once(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the tensor; of a gradient that all ranks have and that is summed later, one rank keeps it."""
-    if has_torch_function_unary(tensor):
-        return show(keep_once, tensor, axis)
-    result: Tensor = _KeepOnce.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return differentiate(_same, _once, tensor, axis)
 
 
-def show(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
-    """Call a function on a tensor through the modes for functions of torch that are active."""
-    result: Tensor = handle_torch_function(function, (tensor,), tensor, *args)
-    return result
+def sums_gradient(node: Any) -> bool:
+    """Return whether a node of autograd sums the gradient over the ranks, in `copy` or `gather_rows`."""
+    return getattr(node, "back", None) in (all_reduce, reduce_scatter)
+
+
+def _same(tensor: Tensor, _: Axis) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _once(grad: Tensor, axis: Axis) -> Tensor:
+    return grad if axis.rank == 0 else torch.zeros_like(grad)
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
@@ -159,84 +192,3 @@ def second_gradient_error(saw: str) -> PacelineError:
         "as a gradient penalty requires.",
         fix="Use dp_replicate, which gives the bits of one process.",
     )
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return all_reduce(grad, ctx.axis), None
-
-
-class _KeepOnce(_Copy):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad if ctx.axis.rank == 0 else torch.zeros_like(grad), None
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(tensor, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return own_part(grad, ctx.axis, ctx.dim), None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _AddUpRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return reduce_scatter(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return own_part(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-# The names of the backwards that sum over tp, as `verify` finds them in autograd's graph.
-ADDING_UP = tuple(f"{kind.__name__}Backward" for kind in (_Copy, _GatherRows))

@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import all_gather, all_reduce, refuse_graph, show
+from paceline.parallel.tensor.collectives import (
+    all_gather,
+    all_reduce,
+    differentiate,
+    refuse_graph,
+    seen_by_modes,
+)
 from paceline.parallel.tensor.trace import words
 from paceline.torch_seams.tensors import find_base, is_fake
 
@@ -213,26 +218,14 @@ def _keeps_last(index: tuple[Any, ...], num_dims: int) -> bool:
     return not reaches_last or index[-1] == slice(None)
 
 
+@seen_by_modes
 def join_parts(part: Tensor, split: Split, axis: Axis) -> Tensor:
     """Return the whole tensor, with which all ranks then compute the same; collective."""
-    if has_torch_function_unary(part):
-        return show(join_parts, part, split, axis)
-    whole: Tensor = _Join.apply(part, split, axis)  # type: ignore[no-untyped-call]
-    return whole
+    return differentiate(_join, lambda grad, split, axis: split.take(grad, axis.rank), part, split, axis)
 
 
-class _Join(torch.autograd.Function):
-    """The whole tensor from its parts; backward returns this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, axis: Axis) -> Tensor:
-        ctx.split, ctx.axis = split, axis
-        return split.join(all_gather(part.unsqueeze(0), axis, 0).unbind(0))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_graph()
-        return ctx.split.take(grad, ctx.axis.rank), None, None
+def _join(part: Tensor, split: Split, axis: Axis) -> Tensor:
+    return split.join(all_gather(part.unsqueeze(0), axis, 0).unbind(0))
 
 
 def _cross_entropy(

@@ -170,14 +170,10 @@ class StagedRunner(StagedForwards):
                 waited_s = self._run_schedule(work)
         started_s = time.perf_counter()
         lasted_s = started_s - begun_s
-        start = partial(work.launch.now, busy_s=lasted_s - waited_s, lasted_s=lasted_s)
-        if work.launch.measure is None:
-            start()
+        work.launch.now(busy_s=lasted_s - waited_s, lasted_s=lasted_s)
         self._start_sums()
         for reduction in self._reductions.values():
             reduction.end()
-        if work.launch.measure is not None:
-            start()  # without data ranks, the sums above took no messages
         if self._experts is not None:
             self._experts.end()
         self._spread_shared()

@@ -22,8 +22,6 @@ class Launch:
         agreement, message: what is sent.
         settings: the settings that ranks compare.
         used: by trained parameter, whether this rank has used it; `None` if that is not tracked.
-        measure: returns this rank's parts of the gradient's norm, if the agreement carries them. Then the
-            gradients must be summed before the start.
         is_done: whether it has started.
     """
 
@@ -31,14 +29,11 @@ class Launch:
     message: RankMessage
     settings: StepSettings
     used: list[bool] | None
-    measure: Callable[[], Tensor] | None = None
     is_done: bool = False
 
     def now(self, *, leaves_out: bool = False, busy_s: float = 0.0, lasted_s: float = 0.0) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        if self.measure is not None:
-            self.agreement.put_parts(self.measure())
         message = replace(self.message, leaves_out=leaves_out, busy_s=busy_s, lasted_s=lasted_s)
         self.agreement.launch(message)
         self.is_done = True
