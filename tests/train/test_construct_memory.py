@@ -56,9 +56,7 @@ def count_filling(world: Any, layout: str) -> tuple[int, int, int]:
     return most, own, max(sizes)
 
 
-@pytest.mark.parametrize(
-    "layout", ["pp=2", "dp_shard=2", "tp=2", pytest.param("pp=2 stages=measured", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2", "tp=2"])
 def test_ranks_but_the_first_hold_their_part_and_one_tensor(ranks: Pool, layout: str) -> None:
     whole = sum(4 * p.numel() for p in long_gpt().parameters())
     (first, *_), *others = ranks.run(count_filling, 2, (layout,), timeout_s=60)

@@ -36,7 +36,6 @@ from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.layout import Stages
-from paceline.parallel.stages.measure import TimedBatch
 from paceline.parallel.sums.buckets import BucketSums
 from paceline.parallel.sums.gradients import check_dense
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
@@ -62,7 +61,6 @@ class Settings:
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
-        timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
         experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
         keeps_gradients: whether gradients are kept for longer than until the next sum, which overwrites
@@ -78,7 +76,6 @@ class Settings:
     sync_batchnorm: bool = False
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
-    timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
     experts: Mapping[str, bool] | None = None
     keeps_gradients: bool = False
@@ -366,7 +363,7 @@ def _cut(
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
     # After cp, tp and recompute: the trial forward must take the path that later ones take.
     has_modes = plan is not None or context is not None
-    stages = Stages(model, mesh, settings.example, masks, device, settings.timed, rows, has_modes=has_modes)
+    stages = Stages(model, mesh, settings.example, masks, device, rows, has_modes=has_modes)
     if settings.compile:
         stages.compile()  # not for the trial forward, which computes nothing
     named = dict(model.named_parameters())

@@ -23,8 +23,6 @@ AS_V = ("zbv", "dualpipev")
 # Schedules that compute the gradients of weights apart.
 DIVIDED = ("zero_bubble", *AS_V)
 MOST_CHUNKS = 16
-# The value of `stages` for a cut by measured times.
-MEASURED = "measured"
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "sequence": (False, True),
@@ -58,8 +56,7 @@ class Layout(Degrees):
         schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
         chunks: stages of the model that each rank of pp holds.
         stages: where the model is cut, joined by "+": the names of the modules that all stages but the first
-            begin with, or the numbers of blocks of all stages; "" to cut by counted operations, "measured"
-            by measured times.
+            begin with, or the numbers of blocks of all stages; "" to cut by counted operations.
     """
 
     zero: Zero = 3
@@ -161,7 +158,7 @@ class Layout(Degrees):
     @property
     def stages_by_hand(self) -> list[int] | list[str]:
         """The parts of `stages`: numbers of blocks, or names of modules; none if the cut is found."""
-        parts = self.stages.split("+") if self.stages not in ("", MEASURED) else []
+        parts = self.stages.split("+") if self.stages else []
         is_number = all(part.isascii() and part.isdigit() for part in parts)
         return [int(part) for part in parts] if is_number else parts
 

@@ -70,8 +70,7 @@ class LayoutSection(_DegreesSection):
     stages: str = Layout.stages
     """Cuts of the model, joined by `+`: the names of the modules that all stages but the first begin
     with (`"blocks.2+blocks.5"`), or the numbers of blocks of all stages (`"2+3+3"`). `""`: the cut is found
-    from the operations of a trial forward. `"measured"`: from the times of each block's forward and
-    backward, which all ranks measure before the first step."""
+    from the operations of a trial forward."""
 
     @model_validator(mode="before")
     @classmethod

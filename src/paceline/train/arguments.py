@@ -15,11 +15,9 @@ from paceline.parallel.compress import CompressSettings
 from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
-from paceline.parallel.stages.measure import TimedBatch
 from paceline.recipe import SETTINGS, Layout
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
-from paceline.recipe.layout import MEASURED
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.sinks.sink import Sink, build_sinks
 from paceline.train.building import (
@@ -27,8 +25,6 @@ from paceline.train.building import (
     OptimizerFactory,
     ScheduleFactory,
     UpdateModel,
-    build_timed,
-    call_model,
     check_functions,
     check_loss_over,
     check_numbers,
@@ -37,7 +33,6 @@ from paceline.train.building import (
 )
 from paceline.train.compressing import choose_compression, find_nodes_once, warn_of_links
 from paceline.train.factories import check_schedule_factory
-from paceline.train.precision import Precision
 from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
@@ -170,14 +165,12 @@ class Arguments:
         self,
         layout: Layout,
         example: Callable[[nn.Module], Any] | None,
-        timed: TimedBatch | None = None,
     ) -> Settings:
         """Return the settings for laying out the models; all ranks must call it, with the same settings.
 
         Args:
             layout: resolved.
             example: calls the model on a batch of a few samples, or `None`.
-            timed: the batch on which blocks are timed, if the layout wants that.
         """
         find_nodes_once(current_world(), self._compress_section)
         compress = self.choose_compression(layout)
@@ -199,16 +192,9 @@ class Arguments:
             sync_batchnorm=self.sync_batchnorm,
             compile=self.compile,
             example=example,
-            timed=timed,
             tp_plan=self.tp_plan,
             experts=self.experts,
         )
-
-    def build_timed(self, layout: Layout, example: Any, precision: Precision) -> TimedBatch | None:
-        """Return the batch on which blocks are timed, from the example; `None` for other layouts."""
-        if layout.stages != MEASURED or example is None or self.loss is None:
-            return None
-        return build_timed(self.forward or call_model, self.loss, precision, example, self.microbatch_size)
 
     def build_records(
         self, world: World, layout: Layout, describe: Callable[[], dict[str, Any]]

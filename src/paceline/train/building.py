@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
@@ -21,15 +21,12 @@ from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.experts.choose import choose_experts
 from paceline.parallel.experts.find import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
-from paceline.parallel.stages.measure import TimedBatch
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
 from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.torch_seams.modules import BatchNormBase
-from paceline.torch_seams.trees import tree_map_only
-from paceline.train.batches import count_samples, weigh
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.foreign import refuse_compiled
 from paceline.train.kernels import REGISTER, rounds_by_place
@@ -229,30 +226,6 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         compile=settings.compile,
     )
     Rules(model, run).refuse(settings.layout, world_size)
-
-
-def build_timed(
-    forward: Callable[..., Any],
-    loss: Callable[..., Any],
-    precision: Precision,
-    example: Any,
-    most_samples: int | None,
-) -> TimedBatch:
-    """Return the batch on which the blocks of a model are timed: the example, at most a microbatch of it."""
-    num_samples = min(count_samples(example), most_samples or count_samples(example))
-    batch = precision.place_batch(
-        tree_map_only(Tensor, lambda each: each[:num_samples] if each.dim() else each, example)
-    )
-
-    def run(model: nn.Module) -> Any:
-        with precision.autocast():
-            return forward(model, batch)
-
-    def compute(output: Any) -> Tensor:
-        with precision.autocast():
-            return weigh(loss(output, batch), batch)[0]
-
-    return TimedBatch(run, compute, num_samples)
 
 
 def check_several(layout: Layout) -> None:

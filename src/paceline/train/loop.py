@@ -153,8 +153,8 @@ class Loop(Training):
         if self._is_several:
             check_several(layout)
 
-    def _lay_out(self, trial: Callable[[nn.Module], Any] | None, timed: Any) -> Settings:
-        return replace(super()._lay_out(trial, timed), keeps_gradients=True)
+    def _lay_out(self, trial: Callable[[nn.Module], Any] | None) -> Settings:
+        return replace(super()._lay_out(trial), keeps_gradients=True)
 
     # Data
 

@@ -17,7 +17,6 @@ from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
-from paceline.recipe.layout import MEASURED
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
@@ -107,8 +106,6 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
     """
     settled = settle_recipe(recipe, current_world().world_size)
     task, layout = build_task(recipe), settled.layout
-    # Blocks are timed on these.
-    num_examples = recipe.train.microbatch_size if layout.stages == MEASURED else 2
     return Trainer(
         lambda: build_model(recipe, data),
         forward=task.forward,
@@ -117,7 +114,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
         layout=layout,
         shard=settled.recipe.shard,
-        example=default_collate([data.train[place] for place in range(num_examples)])
+        example=default_collate([data.train[place] for place in range(2)])
         if layout.num_sample_parts > 1
         else None,
         ddp=settled.recipe.ddp,

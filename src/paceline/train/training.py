@@ -19,7 +19,6 @@ from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Trial
 from paceline.parallel.order import Settings
-from paceline.parallel.stages.measure import TimedBatch
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments
@@ -107,8 +106,7 @@ class Training(TrainedModels):
             trial = partial(self._try_forward, batch=example)
             if loss is not None:
                 trial = Trial(trial, partial(self._try_loss, batch=example))
-        timed = given.build_timed(self.layout, example, self._precision)
-        laying_out = self._lay_out(trial, timed)
+        laying_out = self._lay_out(trial)
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
         settings = UpdateSettings(
             mesh=self._mesh,
@@ -129,8 +127,8 @@ class Training(TrainedModels):
         """Raise if the arguments do not go with the layout."""
         self._given.check_together(self.layout)
 
-    def _lay_out(self, trial: Callable[[nn.Module], Any] | None, timed: TimedBatch | None) -> Settings:
-        return self._given.lay_out(self.layout, trial, timed)
+    def _lay_out(self, trial: Callable[[nn.Module], Any] | None) -> Settings:
+        return self._given.lay_out(self.layout, trial)
 
     def _start_run(self, bucket_cap_mb: float) -> None:
         """Set up everything that accompanies steps: state, metrics, data, signals."""

@@ -27,7 +27,6 @@ from paceline.parallel.objective import Trial
 from paceline.parallel.placement import lay_out_like, local
 from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
-from paceline.parallel.stages.measure import TimedBatch, measure_costs
 from paceline.parallel.stages.plan import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.shards import StageShards
@@ -35,7 +34,7 @@ from paceline.parallel.stages.stage import run_stage
 from paceline.phrases import name_some
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
-from paceline.recipe.layout import MEASURED, Layout
+from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import own_parameters, read_compiled_call
 from paceline.torch_seams.trees import tree_leaves
 
@@ -54,7 +53,6 @@ class Stages:
         example: calls the model on a batch of a few samples.
         masks: the model's dropout.
         device: of the laid-out model.
-        timed: the batch for a cut by measured times.
         rows: of the stretches that cp divides.
         has_modes: see `run_stage`.
 
@@ -77,7 +75,6 @@ class Stages:
         example: Callable[[nn.Module], Any] | None,
         masks: Masks,
         device: torch.device,
-        timed: TimedBatch | None = None,
         rows: Sequence[Rows] = (),
         *,
         has_modes: bool = False,
@@ -111,12 +108,7 @@ class Stages:
             record = self._try(example, masks)
         if record.num_segments < len(self.homes):
             raise _few_blocks_error(record.num_segments - 1, len(self.homes), layout)
-        costs, unit = record.costs, "operations"
-        if layout.stages == MEASURED:
-            assert timed is not None
-            costs = measure_costs(model, self._blocks, timed, masks, device, has_modes=has_modes)
-            unit = f"{sum(costs) * 1e3:.3g} ms that one microbatch takes"
-        self._starts = find_named(record.entered, layout) or find_starts(costs, len(self.homes))
+        self._starts = find_named(record.entered, layout) or find_starts(record.costs, len(self.homes))
         self._entered = record.entered
         cut = StageCut(record, self._starts)
         cut.check_writes()
@@ -131,7 +123,7 @@ class Stages:
         for name, segments in record.buffers.items():
             self.holders[name] = (self.homes[cut.find_stage(min(segments))],)
         self.kept = record.buffers.keys() - record.dependent
-        log.info("%s", self._describe(costs, unit))
+        log.info("%s", self._describe(record.costs))
 
     @property
     def num_stages(self) -> int:
@@ -328,7 +320,7 @@ class Stages:
             for key in [key for key, value in own.items() if value is old]:
                 setattr(module, key, new)
 
-    def _describe(self, costs: Sequence[float], unit: str) -> str:
+    def _describe(self, costs: Sequence[float]) -> str:
         total = sum(costs) or 1.0
         shares = [
             f"{sum(costs[first:last]) / total:.0%}"
@@ -338,7 +330,7 @@ class Stages:
         text = (
             f"pp: {self.num_stages} stages that begin with {', '.join(begins)} and have {', '.join(shares)}"
         )
-        text += f" of the {unit}; schedule {self._layout.schedule}"
+        text += f" of the operations; schedule {self._layout.schedule}"
         if self.shared:
             text += f"; on several stages: {name_some(list(self.shared))}"
         return text

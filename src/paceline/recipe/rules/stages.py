@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
-from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, MEASURED, Layout
+from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, Layout
 from paceline.recipe.rules.words import list_changed, refuse_mixes
 
 
@@ -122,14 +122,6 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
         ),
     )
     yield from refuse_mixes("PL492", f"layout.pp={layout.pp}", mixes)
-    if layout.stages == MEASURED and layout.ep > 1:
-        yield Finding(
-            "PL494",
-            "layout.stages",
-            f'layout.stages="{MEASURED}" with layout.ep={layout.ep}.',
-            "A block is timed on its own, but experts that ranks share run in whole steps only.",
-            "Leave stages out, or give the numbers of blocks.",
-        )
     if layout.schedule in DIVIDED and layout.recompute != "none":
         yield Finding(
             "PL478",
