@@ -66,7 +66,6 @@ QUICK = {
     "replicas_not_summed",
     "dropout_from_position_zero",
     "weights_not_summed_over_cp",
-    "ring_merged_without_sums",
     "zigzag_not_undone",
     "experts_not_summed_over_copies",
     "answers_in_another_order",
