@@ -26,17 +26,7 @@ from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
 NUM_COPIES = 4
-_STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _BUSY, _LASTED, _LENGTH, _SETTINGS, _COPIES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    9,
-)
+_STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _LENGTH, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 5, 7
 NUM_SENT = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
 # Vectors are as long as a power of two, so that ranks with different batches can still compare lengths: gloo
@@ -56,7 +46,6 @@ class RankMessage:
         position: a number that must be the same on all ranks, such as the step number.
         signature: a digest of what the rank did in the previous step; must be the same on all ranks.
         leaves_out: whether the rank has parameters that none of its microbatches has used.
-        busy_s, lasted_s: seconds that the actions of a rank of pp took, without and with its waits.
         settings: a 64-bit digest of the rank's arguments.
         copies: `NUM_COPIES` digests of the tensors that the rank holds; a tensor if they are on the device.
     """
@@ -67,8 +56,6 @@ class RankMessage:
     settings: int = 0
     copies: Sequence[int] | Tensor = (0,) * NUM_COPIES
     leaves_out: bool = False
-    busy_s: float = 0.0
-    lasted_s: float = 0.0
 
 
 @dataclass
@@ -82,7 +69,6 @@ class Agreed:
         stop_signum: the signal that some rank received, or 0.
         used: per parameter, whether any rank computed a gradient; `None` unless asked for.
         all_leave_out: whether every rank has parameters that none of its microbatches has used.
-        busy_s, lasted_s: by rank, as in `RankMessage`.
         settings: one row of two numbers per rank; two rows are equal if the digests are.
         copies: one row per rank, with two numbers per digest.
     """
@@ -93,8 +79,6 @@ class Agreed:
     stop_signum: int
     used: list[bool] | None
     all_leave_out: bool
-    busy_s: list[float]
-    lasted_s: list[float]
     settings: Numbers
     copies: Numbers
 
@@ -162,7 +146,7 @@ class Agreement:
         """Start the collective."""
         self._sent = message
         plain = (message.stop_signum, message.position, message.signature % _HALF, message.leaves_out)
-        row = [float(number) for number in (*plain, message.busy_s, message.lasted_s, len(self._vector))]
+        row = [float(number) for number in (*plain, len(self._vector))]
         digests = [message.settings]
         if not isinstance(message.copies, Tensor):
             digests += message.copies
@@ -228,8 +212,6 @@ class Agreement:
             stop_signum=max(signums, key=lambda signum: (signum not in (0, signal.SIGINT), signum)),
             used=(numbers[end : end + self._num_parameters] > 0).tolist() if self._num_parameters else None,
             all_leave_out=all(row[_LEAVES_OUT] for row in plain),
-            busy_s=[row[_BUSY] for row in plain],
-            lasted_s=[row[_LASTED] for row in plain],
             settings=rows[:, _SETTINGS:_COPIES],
             copies=rows[:, _COPIES:],
         )

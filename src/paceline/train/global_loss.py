@@ -34,6 +34,7 @@ from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.tensor.vocabulary import CutTensor
 from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 from paceline.train.batches import weigh
+from paceline.train.loss_parameters import find_leaves
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
 from paceline.train.whole_batch import Whole, gather_batch, gather_whole
@@ -199,22 +200,14 @@ class _Begin(torch.autograd.Function):
 
 def _check_inputs(total: Tensor, outputs: list[Tensor]) -> None:
     """Raise PL415 if the loss uses a trained tensor that is not an output: its gradient would be lost."""
-    known = {id(output) for output in outputs}
-    seen, ahead = set(), [total.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
+    known = set(map(id, outputs))
+    for variable in find_leaves(total):
+        if id(variable) not in known:
             raise PacelineError(
                 "PL415",
                 saw=f"the loss uses a trained tensor of shape {list(variable.shape)} that is not in the "
-                "output of "
-                "forward=.",
+                "output of forward=.",
                 rule='With loss_over="global_batch" gradients reach the model through the outputs alone.',
                 fix="Return that parameter (a temperature, for example) from forward= along with the other "
                 "outputs.",
             )
-        ahead += [parent for parent, _ in node.next_functions]

@@ -34,7 +34,7 @@ def check_loss_parameters(loss: Tensor, own: Collection[int], name: str) -> None
     Raises:
         PacelineError: PL392 if another optimizer trains such parameters; without one they are a remark.
     """
-    foreign = [each for each in _find_leaves(loss) if isinstance(each, nn.Parameter) and id(each) not in own]
+    foreign = [each for each in find_leaves(loss) if isinstance(each, nn.Parameter) and id(each) not in own]
     if not foreign:
         return
     saw = (
@@ -59,7 +59,7 @@ def check_loss_parameters(loss: Tensor, own: Collection[int], name: str) -> None
     )
 
 
-def _find_leaves(loss: Tensor) -> list[Tensor]:
+def find_leaves(loss: Tensor) -> list[Tensor]:
     """Return the tensors at which a graph ends."""
     seen, ahead, found = set(), [loss.grad_fn], []
     while ahead:

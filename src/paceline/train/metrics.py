@@ -200,7 +200,6 @@ def describe_step(
         "step_s": step.step_s,
         "data_s": step.data_s,
         "comm_s": step.comm_s,
-        "bubble": step.bubble,
         "fullest_expert": step.fullest_expert,
         "dropped_choices": step.dropped_choices,
         "samples_per_s": samples_per_s,

@@ -22,7 +22,7 @@ class SaveTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """The result of `Trainer.step`; everything except times and bubble is the same on every rank and layout.
+    """The result of `Trainer.step`; everything except times is the same on every rank and layout.
 
     Attributes:
         number: of the step, from 1; continues over resumes.
@@ -65,14 +65,6 @@ class Step:
     def skipped(self) -> str | None:
         """The reason why some model's weights were left unchanged, or `None`."""
         return next((update.skipped for update in self.updates.values() if update.skipped), None)
-
-    @property
-    def bubble(self) -> list[float] | None:
-        """Share of the step's actions in which each rank of pp waited; `None` without pp and on CUDA.
-
-        By rank of pp, the mean over the other axes. Without the update and other work between two steps.
-        """
-        return self._first.bubble
 
     @property
     def fullest_expert(self) -> float | None:

@@ -36,7 +36,6 @@ from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugate
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
-from paceline.train.bubble import find_bubble
 from paceline.train.copies import Copies
 from paceline.train.optimizer_state import load_optimizer_state_by_name, of_another, optimizer_state_by_name
 from paceline.train.pieces import complete_pieces, join_pieces
@@ -68,8 +67,6 @@ class Updated:
         skipped: the reason why the weights were left unchanged, or `None`.
         stop_signum: the signal that some rank received, or 0.
         comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
-        bubble: by rank of pp, the share of the update's actions that it waited; `None` without pp and on
-            CUDA.
         fullest_expert: the share of the choices that the fullest expert got, a mean over the mixtures; `None`
             without mixtures of `paceline.models.moe` and in skipped steps.
         dropped_choices: the number of choices that experts did not take, over all mixtures; `None` without
@@ -83,7 +80,6 @@ class Updated:
     skipped: str | None
     stop_signum: int
     comm_s: float
-    bubble: list[float] | None = None
     fullest_expert: float | None = None
     dropped_choices: int | None = None
     sums: Tensor | None = field(default=None, repr=False, compare=False)
@@ -389,11 +385,10 @@ class Update:
             self.compression.settle(keep=skipped is None)
         if skipped and self.hook_state is not None and self._hook_memory is not None:
             self.hook_state.write(self._hook_memory, self._precision.device)  # else it would keep inf
-        bubble = None if self._mesh is None else find_bubble(agreed, self._mesh, self._precision.device)
         choices = self._statistics.choices
         fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
         return Updated(
-            *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest, dropped),
+            *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, fullest, dropped),
             sums=agreed.statistics[:, num_statistics:],
         )
 

@@ -334,12 +334,6 @@ def attend(
         return (weights @ repeat_heads(value, query, enable_gqa)).to(dtype)
 
 
-def draw_factors(query: Tensor, num_keys: int, p: float) -> Tensor:
-    """Return what the dropout of an attention multiplies its weights [.., queries, keys] by: 0 or 1/(1-p)."""
-    ones = query.new_ones((*query.shape[:-1], num_keys))
-    return _drop(ones, p, inplace=False, kind="sdpa") if _is_drawn(query) else torch.dropout(ones, p, True)
-
-
 # The index of `dropout_p` in its arguments.
 _DROPOUT_P = 4
 

@@ -164,13 +164,12 @@ class StagedRunner(StagedForwards):
             reduction.begin(share.num_owned)
         if self._experts is not None:
             self._experts.begin(share.num_owned, idle_first=False, num_rounds=self._count_rounds(share))
-        waited_s, begun_s = 0.0, time.perf_counter()
+        waited_s = 0.0
         if self._count_rounds(share):
             with self._whole():
                 waited_s = self._run_schedule(work)
         started_s = time.perf_counter()
-        lasted_s = started_s - begun_s
-        work.launch.now(busy_s=lasted_s - waited_s, lasted_s=lasted_s)
+        work.launch.now()
         self._start_sums()
         for reduction in self._reductions.values():
             reduction.end()

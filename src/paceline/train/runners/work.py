@@ -31,11 +31,10 @@ class Launch:
     used: list[bool] | None
     is_done: bool = False
 
-    def now(self, *, leaves_out: bool = False, busy_s: float = 0.0, lasted_s: float = 0.0) -> None:
+    def now(self, *, leaves_out: bool = False) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        message = replace(self.message, leaves_out=leaves_out, busy_s=busy_s, lasted_s=lasted_s)
-        self.agreement.launch(message)
+        self.agreement.launch(replace(self.message, leaves_out=leaves_out))
         self.is_done = True
 
 

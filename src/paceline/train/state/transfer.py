@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,6 @@ _TENSORS = (Tensor, StoredTensor)
 # Tensors are sent together up to this size: each message costs one or two round trips. It bounds what a rank
 # holds beyond its part, and larger tensors take longer than a round trip anyway.
 _MESSAGE_BYTES = 256 << 10
-# Of a pickled value, what the first message of `gather` has, after the length.
-_SMALL_BYTES, _LENGTH_BYTES = 4088, 8
 
 
 def run_on_main(world: World, do: Callable[[], T]) -> T:
@@ -56,29 +53,11 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
 
 
 def gather(world: World, value: T) -> list[T]:
-    """Return every rank's value on every rank, by rank; collective. Values are pickled.
-
-    Small ones need one message where `all_gather_object` sends two, because a save waits for them.
-    """
-    if world.world_size == 1:
-        return [value]
-    own = pickle.dumps(value)
-    begins = _gather_bytes(world, len(own).to_bytes(_LENGTH_BYTES, "little") + own[:_SMALL_BYTES])
-    lengths = [int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in begins]
-    found = [begin[_LENGTH_BYTES:] for begin in begins]
-    if max(lengths) > _SMALL_BYTES:
-        ends = _gather_bytes(world, own[_SMALL_BYTES:], max(lengths) - _SMALL_BYTES)
-        found = [begin + end for begin, end in zip(found, ends, strict=True)]
-    return [pickle.loads(data) for data in found]
-
-
-def _gather_bytes(world: World, data: bytes, size: int = _LENGTH_BYTES + _SMALL_BYTES) -> list[bytes]:
-    """Return every rank's bytes, each with zeros up to `size`; collective."""
-    through = world.device if world.backend == "nccl" else torch.device("cpu")
-    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(through)
-    found = torch.empty(world.world_size, size, dtype=torch.uint8, device=through)
-    dist.all_gather(list(found.unbind(0)), own)
-    return [row.tobytes() for row in found.cpu().numpy()]
+    """Return every rank's value on every rank, by rank; collective. Values are pickled."""
+    found = [value] * world.world_size
+    if world.world_size > 1:
+        dist.all_gather_object(found, value)
+    return found
 
 
 def load_on_main(
