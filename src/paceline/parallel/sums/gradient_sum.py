@@ -61,6 +61,12 @@ class RankSum:
         self.group, self.is_exact, self.compression = group, is_exact, compression
         self.rank = 0 if group is None else group.rank()
         self.num_shards, self.shard = (1, 0) if shards is None else (shards.size, shards.rank)
+        # An exchange sends each rank its rows only, if the ranks of one copy are neighbours.
+        self._num_cut = self.num_shards
+        if group is not None and shards is not None:
+            order = dist.get_process_group_ranks(group)
+            places = [order.index(rank) for rank in dist.get_process_group_ranks(shards.group)]
+            self._num_cut = self.num_shards if places[-1] - places[0] < self.num_shards else 1
         self._shards = shards
         self._replicas = replicas
         self.exchange = None if group is None or not is_exact else Exchange(group, device)
@@ -97,7 +103,7 @@ class RankSum:
         """
         if self.exchange is not None:
             assert own.plan is not None
-            self.exchange.sum_subtrees(vectors, own.plan, scratch, self.num_shards)
+            self.exchange.sum_subtrees(vectors, own.plan, scratch, self._num_cut)
         row = scratch.view(self.num_shards, -1)[self.shard]
         return row if self.num_shards == 1 else row.clone()  # not all rows are kept
 
