@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,39 @@ def weighted_sampler(world: Any, layout: str) -> str:
     return hash_state(loop.whole_state())
 
 
+class ByLength:
+    """Batches of samples of one kind, of varying sizes, in an order that torch draws."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in torch.randperm(6).tolist():
+            yield [number + 6 * place for place in torch.randperm(3 + number).tolist()]
+
+
+def batch_sampler(world: Any, layout: str, folder: str = "", stops: int = 0) -> str:
+    loop, model, optimizer, data = begin(layout)
+    loader: Any = DataLoader(data, batch_sampler=ByLength())  # type: ignore[arg-type]
+    steps = loop.loader(loader, epochs=2)
+    if folder:
+        loop.resume(folder)
+    sizes = []
+    for step in steps:
+        sizes.append(step.num_samples)
+        for batch in step:
+            square(model(batch[0]), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stops and step.number == stops:
+            loop.save()
+            return ""
+    if not folder:
+        assert sorted(sizes[:6]) == [3, 4, 5, 6, 7, 8]
+        assert sizes[:6] != sizes[6:]
+    return hash_state(loop.whole_state())
+
+
 class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,6 +307,7 @@ REPLICAS = [
     left_out_microbatches,
     token_means,
     weighted_sampler,
+    batch_sampler,
     buffers_of_forwards,
     two_models,
 ]
@@ -298,6 +333,13 @@ def test_the_bits_do_not_depend_on_the_ranks(ranks: Pool) -> None:
 
 def test_the_bits_are_the_same_with_shards(ranks: Pool) -> None:
     check_all(ranks, [*ANYWHERE, token_means], [(2, "dp_shard=2")])
+
+
+def test_a_batch_sampler_goes_on_in_the_middle_of_an_epoch(ranks: Pool, tmp_path: Path) -> None:
+    expected = ranks.run(batch_sampler, 1, ("",))[0]
+    ranks.run(batch_sampler, 2, ("dp_replicate=2", str(tmp_path), 8))
+    ranks.run(batch_sampler, 1, ("", str(tmp_path), 10))
+    assert ranks.run(batch_sampler, 3, ("dp_replicate=3", str(tmp_path)))[0] == expected
 
 
 @pytest.mark.slow

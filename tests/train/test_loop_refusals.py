@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import paceline
@@ -82,12 +91,28 @@ class Endless(torch.utils.data.Sampler[int]):
         return iter(range(24))
 
 
+class Drifting(Endless):
+    """A sampler with random numbers of its own, which go on from pass to pass."""
+
+    def __init__(self, kind: list[Any]) -> None:
+        self.own, self.kind = random.Random(1), kind
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = self.own.sample(range(24), 24)
+        return iter([[place] for place in drawn] if self.kind else drawn)
+
+
 @pytest.mark.parametrize(
     ("code", "data", "part"),
     [
         ("PL648", DATA, "global_batch_size"),
         ("PL648", DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0), batch_size=4), "shuffle=True"),
-        ("PL648", DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch_sampler=list"),
+        ("PL648", DataLoader(DATA, batch_sampler=(b for b in [[0]])), "batch_sampler=generator"),  # type: ignore[arg-type]
+        ("PL648", DataLoader(DATA, sampler=Drifting([]), batch_size=4), "another order each time"),
+        ("PL648", DataLoader(DATA, batch_sampler=Drifting([[]])), "another order each time"),  # type: ignore[arg-type]
         ("PL648", DataLoader(DATA, batch_size=None), "batch_size=None"),
         ("PL648", DataLoader(DATA, sampler=Endless(), batch_size=4), "__len__"),
         (
@@ -103,6 +128,17 @@ def test_data(code: str, data: Any, part: str) -> None:
         refused(code, lambda: loop.loader(data), part)
 
 
+class Lists:
+    def __init__(self, lists: Any) -> None:
+        self.lists = lists
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.lists)
+
+
 def test_taken_loaders() -> None:
     with paceline.start():
         loop, _model, _ = build()
@@ -112,6 +148,22 @@ def test_taken_loaders() -> None:
         stream = loop.loader(DataLoader(Stream(), batch_size=8), epochs=1)
         assert sum(len(x) for step in stream for x, _ in step) == 24
         assert len(loop.loader(DataLoader(DATA, batch_size=8))) == 3
+        few = DataLoader(DATA, sampler=SequentialSampler(range(10)), batch_size=4)
+        assert [step.num_samples for step in loop.loader(few)] == [4, 4, 2]
+        lists = DataLoader(DATA, batch_sampler=[[5, 1, 2, 9, 0, 7], [4], [8, 3, 6]])
+        steps = list(loop.loader(lists, epochs=1))
+        assert [step.num_samples for step in steps] == [6, 1, 3]
+        sampler = BatchSampler(RandomSampler(DATA, num_samples=10), 4, False)
+        drawn = []
+        for num_workers in (0, 1):
+            random_lists = DataLoader(DATA, batch_sampler=Lists(sampler), num_workers=num_workers)
+            loop, *_ = build()
+            passes = loop.loader(random_lists, epochs=2).inner
+            drawn.append(torch.cat([x for share in passes for _, (x, _) in share.microbatches]))
+        assert torch.equal(*drawn)
+        assert not torch.equal(*drawn[0].chunk(2))
+        refused("PL648", lambda: loop.loader(lists, global_batch_size=8), "batch sampler")
+        refused("PL648", lambda: loop.loader(lists, shard="mine"), "batch sampler")
 
 
 def test_order_of_calls() -> None:

@@ -23,7 +23,7 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
 from paceline.data.fingerprint import fingerprint_data
 from paceline.data.own import Exchange, count_own_samples, join_own, moved_error
+from paceline.data.sampled import Sampled
 from paceline.data.share import Share, count_owned, split_microbatches
 from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker
 from paceline.errors import PacelineError
@@ -229,6 +230,8 @@ class Loader:
         if self.num_samples is None or self.is_own:
             kind = "divided by the user" if self.is_own else "a stream"
             raise TypeError(f"{self.name} is {kind}, so its length is not known in advance.")
+        if isinstance(self.dataset, Sampled) and self.dataset.num_batches is not None:
+            return self.dataset.num_batches
         return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
@@ -373,7 +376,11 @@ class Loader:
 
     def _fetch_epoch(self, start: Position) -> Iterator[Item]:
         """Yield the items from a position to the end of its epoch, as the workers deliver them."""
-        self._sampler.keys = _list_keys(start, self._drawn_size, self.num_samples, self.drop_last)
+        stops = self.dataset.list_stops(start.epoch) if isinstance(self.dataset, Sampled) else None
+        if stops is None:
+            self._sampler.keys = _list_keys(start, self._drawn_size, self.num_samples, self.drop_last)
+        else:
+            self._sampler.keys = _list_cut_keys(start, stops)
         with warnings.catch_warnings():
             _ignore_worker_warnings()
             items = iter(self._torch_loader)
@@ -505,6 +512,13 @@ def _list_keys(
             stop = min(stop, num_samples)
         yield Key(epoch, number + batch, samples, stop, batch + 1 == num_batches)
         samples = stop
+
+
+def _list_cut_keys(start: Position, stops: Sequence[int]) -> Iterator[Key]:
+    """Yield the global batches of data that are cut already, given by the places after them."""
+    for number, (first, stop) in enumerate(itertools.pairwise((0, *stops))):
+        if stop > start.samples:
+            yield Key(start.epoch, number, max(first, start.samples), stop, stop == stops[-1])
 
 
 def _count_batches(num_samples: int, global_batch_size: int, drop_last: bool) -> int:

@@ -179,7 +179,7 @@ class Loop(Training):
         Its position is saved in the checkpoints, as that of `Trainer.loader`.
 
         Args:
-            data: a data set as for `Trainer.loader`, or a torch `DataLoader`. Of that its data set, sampler,
+            data: a data set as for `Trainer.loader`, or a torch `DataLoader`. Of that its data set, samplers,
                 collate function, workers and batch size are used. The batch size is that of all ranks
                 together, and samplers are drawn once per epoch under the seed, alike on every rank.
             global_batch_size, shuffle, drop_last, num_workers, prefetch, pin_memory, collate: as for
@@ -189,18 +189,8 @@ class Loop(Training):
         Raises:
             PacelineError: PL648 for a `DataLoader` that cannot be taken over.
         """
-        given = dict(locals())  # must be the first line
-        for key in ("self", "data", "shard", "name", "epochs", "__class__"):
-            given.pop(key, None)
-        data, taken = open_loader(data, self._given.seed)
-        settings: dict[str, Any] = taken | {key: each for key, each in given.items() if each is not None}
-        if "global_batch_size" not in settings:
-            raise PacelineError(
-                "PL648",
-                saw=f"loop.loader({type(data).__name__}) without global_batch_size.",
-                rule="A step has a fixed number of samples over all ranks.",
-                fix="Pass global_batch_size=64, or DataLoader(data, batch_size=64).",
-            )
+        given = {key: each for key, each in locals().items() if key not in _NOT_TAKEN and each is not None}
+        data, settings = open_loader(data, given, self._given.seed, is_own=shard == "mine")
         inner = super().loader(data, epochs=epochs, shard=shard, name=name, **settings)
         return LoopLoader(self, inner)
 
@@ -504,6 +494,8 @@ def parallelize(
     return Loop(optimizers=None, models=model, **{k: v for k, v in locals().items() if k != "model"})
 
 
+# The arguments of `loader` that a `DataLoader` does not have.
+_NOT_TAKEN = ("self", "data", "shard", "name", "epochs", "__class__")
 # What a loop does not take, by the names of `Arguments`.
 _UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "sync_batchnorm": False}
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -18,10 +16,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.fetching import seed_generators
 from paceline.data.loader import Loader
-from paceline.errors import PacelineError
-from paceline.generators import preserved_generators
+from paceline.data.sampled import Sampled, loader_error
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_step import LoopStep
 
@@ -63,84 +59,84 @@ class LoopLoader:
         self._loop.end_step()
 
 
-class _Sampled(Dataset[Any]):
-    """A data set in the order of a torch sampler, drawn once per epoch under the seed."""
+def open_loader(
+    data: Any, given: Mapping[str, Any], seed: int, *, is_own: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the data and the settings of a Paceline loader.
 
-    def __init__(self, dataset: Any, sampler: Any, seed: int) -> None:
-        self.dataset, self.sampler = dataset, sampler
-        self._seed = seed
-        self._order: list[int] = []
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch."""
-        with preserved_generators():
-            seed_generators(self._seed, epoch, "sampler", 0)
-            if isinstance(own := getattr(self.sampler, "generator", None), torch.Generator):
-                own.manual_seed(torch.initial_seed())  # else its state would depend on the epochs drawn here
-            if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
-                set_epoch(epoch)
-            self._order = [int(index) for index in self.sampler]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.dataset[self._order[place]]
-
-
-def open_loader(data: Any, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Return the data of a torch `DataLoader` and the settings for a Paceline one; other data as they are.
+    Args:
+        data: a torch `DataLoader`, or a data set.
+        given: settings that count more than those of the `DataLoader`.
+        seed: of a sampler's draws.
+        is_own: whether the data are this rank's own part.
 
     Raises:
-        PacelineError: PL648 for one that cannot be taken over.
+        PacelineError: PL648 for a `DataLoader` that cannot be taken over, and without a batch size.
     """
+    data, taken = _open(data, seed)
+    if isinstance(data, Sampled) and data.num_batches is not None:
+        others = [key for key in ("global_batch_size", "shuffle", "drop_last") if key in given]
+        if is_own or others:
+            raise loader_error(
+                f"a DataLoader with a batch sampler, and {(*others, 'shard')[0]}=.",
+                "Each list that the batch sampler gives is a global batch of the whole data.",
+                "Leave it out, or pass the DataLoader's data set.",
+            )
+    settings = taken | dict(given)
+    if "global_batch_size" not in settings:
+        raise loader_error(
+            f"loop.loader({type(data).__name__}) without global_batch_size.",
+            "A step has a fixed number of samples over all ranks.",
+            "Pass global_batch_size=64, or DataLoader(data, batch_size=64).",
+        )
+    return data, settings
+
+
+def _open(data: Any, seed: int) -> tuple[Any, dict[str, Any]]:
     if isinstance(data, Loader):
-        raise _loader_error("a loader of Paceline.", "A loop makes its own loaders.", "Pass the data set.")
+        raise loader_error("a loader of Paceline.", "A loop makes its own loaders.", "Pass the data set.")
     if not isinstance(data, DataLoader):
         return data, {}
-    sampler, batches = data.sampler, data.batch_sampler
+    sampler: Any = data.sampler
+    batches: Any = data.batch_sampler
+    dataset: Any = data.dataset
     if isinstance(sampler, DistributedSampler) or isinstance(
         getattr(batches, "sampler", None), DistributedSampler
     ):
-        raise _loader_error(
+        raise loader_error(
             "a DataLoader with a DistributedSampler.",
             "Paceline deals the samples out itself, so each rank would get a part of a part.",
             "Build the DataLoader without it, with shuffle=True and the batch size of all ranks together.",
         )
-    if data.batch_size is None or (batches is not None and type(batches) is not BatchSampler):
-        kind = "batch_size=None" if batches is None else f"batch_sampler={type(batches).__name__}"
-        raise _loader_error(
-            f"a DataLoader with {kind}.",
-            "Every step has the same number of samples, in an order that is known per sample.",
-            "Pass batch_size= and sampler=; to group samples by length, do it in the order of the sampler.",
+    if batches is None:
+        raise loader_error(
+            "a DataLoader with batch_size=None.",
+            "A global batch is cut into microbatches of samples.",
+            "Pass a data set of samples and batch_size=, or a batch sampler.",
         )
     if data.worker_init_fn is not None:
         log.warning("the DataLoader's worker_init_fn is not called: random numbers are seeded per sample")
-    taken: dict[str, Any] = {
-        "global_batch_size": data.batch_size,
-        "drop_last": data.drop_last,
-        "num_workers": data.num_workers,
-    }
+    taken: dict[str, Any] = {"num_workers": data.num_workers}
     if data.collate_fn is not default_collate:
         taken["collate"] = data.collate_fn
     if data.num_workers and data.prefetch_factor:
         taken["prefetch"] = data.prefetch_factor
-    if isinstance(data.dataset, IterableDataset):
-        return data.dataset, taken
+    if isinstance(dataset, IterableDataset):
+        return dataset, taken | {"global_batch_size": data.batch_size, "drop_last": data.drop_last}
+    is_cut = type(batches) is not BatchSampler
+    if not is_cut:  # also one that the user has built, with the data set's own sampler
+        sampler = batches.sampler
+        taken |= {"global_batch_size": batches.batch_size, "drop_last": batches.drop_last}
     is_random = type(sampler) is RandomSampler and not sampler.replacement
-    if is_random and len(sampler) == len(data.dataset):  # type: ignore[arg-type]
-        return data.dataset, taken | {"shuffle": True}
-    if type(sampler) is SequentialSampler:
-        return data.dataset, taken | {"shuffle": False}
-    if not hasattr(sampler, "__len__"):
-        raise _loader_error(
-            f"a DataLoader with sampler={type(sampler).__name__}, which has no length.",
-            "An epoch has a known number of samples.",
+    is_plain = is_random or type(sampler) is SequentialSampler
+    if is_plain and not is_cut and len(sampler) == len(dataset):
+        return dataset, taken | {"shuffle": is_random}
+    source = batches if is_cut else sampler
+    if not hasattr(source, "__len__"):
+        raise loader_error(
+            f"a DataLoader with {'batch_' * is_cut}sampler={type(source).__name__}, which has no length.",
+            "An epoch ends, and has a known number of samples.",
             "Give the sampler a __len__.",
         )
-    return _Sampled(data.dataset, sampler, seed), taken | {"shuffle": False}
-
-
-def _loader_error(saw: str, rule: str, fix: str) -> PacelineError:
-    return PacelineError("PL648", saw=saw, rule=rule, fix=fix)
+    sampled = Sampled(dataset, source, seed, is_cut=is_cut)
+    return sampled, taken | {"shuffle": False} | ({"global_batch_size": sampled.largest} if is_cut else {})
