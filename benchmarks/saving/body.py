@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import paceline
 from paceline.train.state.saving import Saving
 from paceline.train.trainer import Trainer
 
@@ -227,80 +223,9 @@ class Measurement:
             "copied_bytes": background.num_copied_bytes - before,
             "written_bytes": sizes[f"part-{self.world.rank:05d}.safetensors"],
             "memory_bytes": background.memory_bytes,
-            "writer_peak_bytes": _read_peak(background._writer and background._writer.pid),
         }
 
     def close(self) -> None:
-        """End the writers."""
+        """Wait for the last saves."""
         for saving in self._savings.values():
             saving.close()
-
-
-def _read_peak(pid: int | None) -> int | None:
-    """The peak resident memory of a process without what it shares, or `None` where /proc is missing."""
-    with suppress(OSError):
-        text = Path(f"/proc/{pid}/status").read_text()
-        fields = dict(line.split(":", 1) for line in text.splitlines())
-        return 1024 * int(fields["VmHWM"].split()[0])
-    return None
-
-
-def main() -> None:
-    """Measure: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT MINUTES [ONLY]"""
-    millions, layout, rounds, folder, out, minutes = sys.argv[1:7]
-    only = sys.argv[7].split(";") if len(sys.argv) > 7 else None
-    begin_s, limit_s = time.monotonic(), 60 * float(minutes)
-    world = paceline.start(device="cpu", threads_per_rank=1, seed=1)
-    measurement = Measurement(world, float(millions), layout, Path(folder))
-    names = [name for name in measurement.ways() if only is None or name in only]
-    table: dict[str, Any] = {"millions": float(millions), "layout": layout, "ranks": world.world_size}
-    rows: list[dict[str, Any]] = []
-    table |= {"rows": rows, "limit_s": limit_s}
-
-    def is_over() -> bool:
-        return bool(limit_s) and world.broadcast_object(time.monotonic() - begin_s > limit_s)
-
-    def write() -> None:
-        if world.is_main:
-            Path(out).write_text(json.dumps(table, indent=1))
-
-    for turn in range(int(rounds) + 1):
-        for place, name in enumerate(names):
-            if turn and is_over():  # the first save of each way is always there
-                break
-            found = measurement.measure(name, turn * len(names) + place)
-            rows.append({"way": name, "round": turn, "load": os.getloadavg()[0], **found})
-        write()  # whatever comes after may be cut off
-    counts: list[Any] = [None] * world.world_size
-    dist.all_gather_object(counts, measurement.count())
-    table["counts"] = counts
-    write()
-    if not limit_s:
-        table["every_step"] = _measure_every_step(measurement)
-    elif not is_over():
-        table["every_step"] = _measure_every_step(measurement, num_blocks=2, num_steps=3)
-    write()
-    measurement.close()
-    world.close()
-
-
-def _measure_every_step(measurement: Measurement, num_blocks: int = 6, num_steps: int = 5) -> dict[str, Any]:
-    """Measure step times with a save after every step and without, in turn."""
-    measurement.select("paceline sharded, asynchronous")
-    times: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(num_blocks):
-        for kind, found in times.items():
-            for _ in range(num_steps):
-                begin_s = time.perf_counter()
-                measurement.step()
-                if kind == "with":
-                    measurement.trainer.save()
-                found.append(time.perf_counter() - begin_s)
-            pending = measurement.trainer._saver.saving._pending
-            if pending is not None:
-                pending.wait()
-    return {f"{kind}_s": statistics.median(found) for kind, found in times.items()}
-
-
-if __name__ == "__main__":
-    main()

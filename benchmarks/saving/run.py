@@ -77,15 +77,13 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
             f"{1e3 * every['without_s']:.1f} ms, ratio {every['with_s'] / every['without_s']:.3f}."
         )
     yield ""
-    yield "| rank | share of 1/N | copied | written | memory of the copy | peak of the writer |"
-    yield "|---:|---:|---:|---:|---:|---:|"
+    yield "| rank | share of 1/N | copied | written | memory of the copy |"
+    yield "|---:|---:|---:|---:|---:|"
     for count in found.get("counts", ()):
         share = count["state_bytes"] / found["ranks"]
         sizes = [count["copied_bytes"], count["written_bytes"], count["memory_bytes"]]
         ratios = " | ".join(f"{size / 1e6:.1f} MB ({size / share:.3f})" for size in sizes)
-        peak = count["writer_peak_bytes"]
-        shown = "-" if peak is None else f"{peak / 1e6:.0f} MB"
-        yield f"| {count['rank']} | {share / 1e6:.1f} MB | {ratios} | {shown} |"
+        yield f"| {count['rank']} | {share / 1e6:.1f} MB | {ratios} |"
 
 
 def write_tables() -> None:

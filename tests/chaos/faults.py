@@ -19,13 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.alive import alive_name
 from paceline.checkpoint.names import LOCK, TMP, TRASH, step_name
 from tests.chaos.processes import find_marked, kill, sort_by_role
 from tests.chaos.setting import MARK
-
-# Variables that pass the fault and the launcher's process id to a writer.
-FAULT, LAUNCHER = "PACELINE_CHAOS_FAULT", "PACELINE_CHAOS_LAUNCHER"
 
 # The kinds of faults; the first word states whether a process is killed or the file system fails.
 KINDS = (
@@ -81,23 +77,19 @@ class Hook:
     Args:
         fault: its kind and place.
         strike: kills the victim; takes its role.
-        in_writer: whether this process is a rank's writer, whose saves begin with another file.
     """
 
-    def __init__(self, fault: Fault, strike: Callable[[str], None], *, in_writer: bool = False) -> None:
+    def __init__(self, fault: Fault, strike: Callable[[str], None]) -> None:
         self.fault = fault
         self._strike = strike
-        self._begins = alive_name(0)[:-1] if in_writer else LOCK
         self._saves = self._operations = self._bytes = self._removals = 0
         self._saving = ""
         self._fired = False
 
     def __call__(self, operation: str, path: Path, start: int, num_bytes: int) -> int | None:
-        if operation == "make" and path.name.startswith(self._begins):
+        if operation == "make" and path.name == LOCK:
             self._saves += 1
             self._operations = self._bytes = 0
-            # Only one of several writers triggers it.
-            self._fired |= Path(self.fault.fired).exists()
         if step := _STEP.search(str(path)):
             self._saving = step[1]
         if self.fault.kind == "kill in retention" and self._saves >= self.fault.save:
@@ -162,12 +154,9 @@ class Hook:
 def train_with_fault(fault: str, *args: Any) -> Any:
     """Train on a rank, with a fault at its file operations."""
     from paceline.checkpoint import files
-    from paceline.checkpoint.writing import writer_process
     from paceline.cli.train import train_on_rank
 
     launcher_pid: int = inspect.signature(train_on_rank).bind(*args).arguments["launcher_pid"]
-    writer_process.PROGRAM = "tests.chaos.faulty_writer"
-    os.environ[FAULT], os.environ[LAUNCHER] = fault, str(launcher_pid)
     parsed = load_fault(fault)
     with contextlib.ExitStack() as stack:
         if parsed.kind == "kill in the copy":
@@ -204,12 +193,12 @@ def _strike_in_copy(fault: Fault, launcher_pid: int) -> None:
         counts["tensor"] = 0
         return copy_late(self)
 
-    def count(self: Any, start: int, tensor: Any, *, non_blocking: bool = False) -> None:
+    def count(self: Any, target: Any, tensor: Any, *, non_blocking: bool = False) -> None:
         counts["tensor"] += 1
         is_due = (counts["save"], counts["tensor"]) == (fault.save, fault.place)
         if is_due and not Path(fault.fired).exists():
             Path(fault.fired).touch()
             strike(launcher_pid, "", fault.victim)
-        copy(self, start, tensor, non_blocking=non_blocking)
+        copy(self, target, tensor, non_blocking=non_blocking)
 
     StateCopy._copy_late, StateCopy._copy = begin, count  # type: ignore[method-assign]

@@ -118,8 +118,6 @@ class Tally:
     corrupt_loaded: int = 0
     leftovers: int = 0
     shared_bytes: int = 0
-    left_to_writers: int = 0
-    committed_alone: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def note_start(self, start: Start) -> None:
@@ -133,20 +131,6 @@ class Tally:
             self.faults[start.fault] += 1
         if trouble := _wrong_end(start):
             self._accuse(f"start {start.mark}: {trouble}")
-
-    def note_left_to_writers(self, start: Start, usable: set[int]) -> None:
-        """Judge what became of a save whose ranks were all killed.
-
-        Args:
-            start: that was killed.
-            usable: steps of the checkpoints that are whole once its writers have ended.
-        """
-        assert start.saving is not None
-        self.left_to_writers += 1
-        self.committed_alone += start.saving in usable
-        # By then each rank has copied all that it writes; earlier, another rank may still be copying.
-        if start.fault == "kill before the rename" and start.saving not in usable:
-            self._accuse(f"start {start.mark}: step {start.saving} was copied, and is not there")
 
     def note_resume(
         self,
@@ -237,8 +221,6 @@ class Tally:
             "corrupt_checkpoints_loaded": self.corrupt_loaded,
             "leftovers": self.leftovers,
             "shared_memory_bytes": self.shared_bytes,
-            "saves_left_to_writers": self.left_to_writers,
-            "of_these_committed": self.committed_alone,
             "wrong": self.wrong,
         }
 

@@ -20,10 +20,8 @@ _VICTIMS = {
     "pump": 1,
     "resource tracker": 1,
     "everything": 1,
-    "writer": 3,
 }
-_VICTIMS_IN_A_SAVE = {"rank 0": 6, "launcher": 2, "another rank": 2, "everything": 1}
-_VICTIMS_OF_A_WRITER = {"writer": 5, "all ranks": 5, "rank 0": 1, "launcher": 1, "everything": 1}
+_VICTIMS_IN_A_SAVE = {"rank 0": 6, "all ranks": 2, "launcher": 2, "another rank": 2, "everything": 1}
 # Pipelines are killed in every start: which stage dies, and when, is what they add.
 _VICTIMS_OF_PIPELINES = {"rank 0": 2, "another rank": 4, "launcher": 1, "everything": 1}
 _DAMAGES = ("flip a bit", "cut a file", "remove a file")
@@ -68,7 +66,6 @@ class Plans:
         self._whens = _Deck(self._chance, {"start": 3, "training": 8, "save": 9})
         self._victims = _Deck(self._chance, _VICTIMS)
         self._victims_in_a_save = _Deck(self._chance, _VICTIMS_IN_A_SAVE)
-        self._victims_of_a_writer = _Deck(self._chance, _VICTIMS_OF_A_WRITER)
         self._faults = _Deck(self._chance, dict.fromkeys(KINDS, 1) | {"kill before an operation": 3})
         self._damages = _Deck(self._chance, dict.fromkeys(_DAMAGES, 1) | {"": 18})
 
@@ -86,14 +83,12 @@ class Plans:
         ranks = self._chance.randint(1, 4) if nproc is None else nproc
         absent = {"another rank"} if ranks == 1 else set()
         absent |= set() if num_workers else {"loader worker"}
-        absent |= set() if case.asynchronous else {"writer"}
         faults = self._kills_in_a_save if case.layouts else self._faults
         fault = faults.deal() if when == "save" else ""
         if fault == "kill in the copy" and not case.asynchronous:
             fault = "kill in a write"
-        in_a_save = self._victims_of_a_writer if case.asynchronous else self._victims_in_a_save
         victims = self._victims_of_pipelines if case.layouts else self._victims
-        victim = (in_a_save if when == "save" else victims).deal()
+        victim = (self._victims_in_a_save if when == "save" else victims).deal()
         return Plan(
             when=when,
             victim="rank 0" if victim in absent else victim,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from paceline.checkpoint.writing.writer_process import MARKER
 from tests.chaos.setting import MARK
 
 ROLES = (
@@ -23,7 +22,6 @@ ROLES = (
     "fork server",
     "pump",
     "resource tracker",
-    "writer",
 )
 
 
@@ -58,8 +56,6 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
     if process.pid in ranks:
         return "rank 0" if ranks[process.pid] == 0 else "another rank"
     words = " ".join(process.cmdline())
-    if MARKER in process.cmdline():
-        return "writer"
     if "pump.py" in words:
         return "pump"
     if "processes.keeper" in words and process.pid not in ranks and process.ppid() in (launcher_pid, 1):

@@ -125,10 +125,6 @@ class Chaos:
         expected_s = self._expected_s.get(plan.nproc) or next(iter(self._expected_s.values()))
         start = run_start(case, plan, folder, mark, expected_s=expected_s, on_resume=on_resume)
         self.tally.note_start(start)
-        if start.killed == "all ranks" and start.saving is not None and start.fault is not None:
-            wait_until_gone(mark, _GONE_S)
-            there = check_checkpoints(run, damaged)[0]
-            self.tally.note_left_to_writers(start, there)
         # A damaged checkpoint counts until the run has come past it again.
         for step in [
             step for step in damaged if start.status == 0 or step in check_checkpoints(run, set())[0]
@@ -280,7 +276,6 @@ def print_report(tally: Tally, seconds: float) -> None:
         "corrupt checkpoints loaded": tally.corrupt_loaded,
         "left behind": tally.leftovers,
         "bytes in shared memory": tally.shared_bytes,
-        "saves left to writers alone": f"{tally.left_to_writers}, of which committed {tally.committed_alone}",
     }
     for name, value in lines.items():
         print(f"  {name:<30}{value}")

@@ -16,8 +16,8 @@ from tests.chaos.setting import FAULTY, PLAIN, Case, environment
 
 # Operations, bytes and files of one save of this run; a share of them says where in it a fault strikes.
 SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
-# Operations of the writer that commits, and tensors that threads of all ranks copy.
-WRITER_OPERATIONS, COPIED_TENSORS = 40, 80
+# Tensors that threads of all ranks copy.
+COPIED_TENSORS = 80
 # A start hangs if its processes want no core for so long; a busy machine makes it slow, but not idle.
 _IDLE_S, _LIMIT_S = 100.0, 900.0
 _RESUMING = re.compile(r"resuming after\s+step (\d+)")  # a long line is wrapped
@@ -132,8 +132,7 @@ def run_start(
 def _make_fault(plan: Plan, case: Case, fired: Path) -> Fault:
     num_writers = plan.nproc if case.mode == "sharded" else 1
     if plan.fault == "kill before an operation":
-        operations = WRITER_OPERATIONS if case.asynchronous else SAVE_OPERATIONS
-        place = 1 + int(plan.place * operations)
+        place = 1 + int(plan.place * SAVE_OPERATIONS)
     elif plan.fault == "kill in the copy":
         place = 1 + int(plan.place * COPIED_TENSORS / num_writers)
     elif plan.fault in ("remove a file", "kill in retention"):

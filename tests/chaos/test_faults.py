@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import CheckpointFolder, files, is_usable, verify
-from paceline.checkpoint.writing import writer_process
-from paceline.cli import train
 from paceline.errors import PacelineError
-from tests.chaos.faults import FAULT, KINDS, LAUNCHER, Fault, Hook, load_fault, train_with_fault
-from tests.chaos.plan import _VICTIMS, _VICTIMS_OF_A_WRITER, Plans
+from tests.chaos.faults import KINDS, Fault, Hook, load_fault
+from tests.chaos.plan import _VICTIMS, _VICTIMS_IN_A_SAVE, Plans
 from tests.chaos.setting import Case
 from tests.checkpoint.states import save
 
@@ -30,20 +26,6 @@ def whole(folder: CheckpointFolder) -> list[int]:
     steps = folder.steps()
     assert all(is_usable(verify(path)) for path in steps.values())
     return list(steps)
-
-
-def test_a_writer_is_told_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    @functools.wraps(train.train_on_rank)
-    def read(*args: object) -> str:
-        return os.environ[LAUNCHER]
-
-    monkeypatch.setattr(writer_process, "PROGRAM", "")
-    for name in (FAULT, LAUNCHER):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(train, "train_on_rank", read)
-    fault = Fault("fill the disk", 1, 1, "rank 0", "")
-    # As `paceline train` calls it.
-    assert train_with_fault(fault.dump(), "recipe", "folder", True, 1234, ("seed",)) == "1234"
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("kill in the copy", "kill in retention")])
@@ -112,7 +94,7 @@ def test_plans_come_from_the_seed_and_leave_nothing_out() -> None:
     by_clock = {plan.victim for plan in dealt if plan.when != "save" and plan.nproc > 1}
     assert by_clock == set(_VICTIMS)
     assert {plan.fault for plan in dealt if plan.when == "save"} == set(KINDS)
-    assert {plan.victim for plan in dealt if plan.when == "save"} == set(_VICTIMS_OF_A_WRITER)
+    assert {plan.victim for plan in dealt if plan.when == "save"} == set(_VICTIMS_IN_A_SAVE)
     assert {plan.nproc for plan in dealt} == {1, 2, 3, 4}
     assert {plan.damage for plan in dealt} == {None, "flip a bit", "cut a file", "remove a file"}
 
@@ -120,4 +102,4 @@ def test_plans_come_from_the_seed_and_leave_nothing_out() -> None:
 def test_nobody_is_to_be_killed_who_is_not_there() -> None:
     plans = Plans(0)
     alone = {plans.deal(Case("fast", 1, 0)).victim for _ in range(200)}
-    assert not alone & {"another rank", "loader worker", "writer"}
+    assert not alone & {"another rank", "loader worker"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,9 +13,7 @@ from paceline.checkpoint.content import full
 from paceline.checkpoint.content.protocol import write_files
 from paceline.checkpoint.generation import PREFIX, begin_generation, newest_generation
 from paceline.checkpoint.manifest import read_manifest
-from paceline.checkpoint.tensors import tensor_bytes
 from paceline.checkpoint.writing.joint import JointSave, Order
-from paceline.checkpoint.writing.state_copy import lay_out
 from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, list_names, make_model, make_optimizer, make_state
 
@@ -33,30 +31,12 @@ def save(run: Path, step: int, generation: int) -> None:
 
 
 def save_jointly(run: Path, step: int, generation: int) -> None:
-    """Save a checkpoint by a writer in the background."""
+    """Save a checkpoint as a rank does in the background."""
     content = prepare(step)
-    plans = content.list_files()
-    places = lay_out(plans)
-    data = bytearray(max(start + length for _, start, length in places))
-    for plan, (_, start, length) in zip(plans, places, strict=True):
-        pieces = (piece if isinstance(piece, bytes) else bytes(tensor_bytes(piece)) for piece in plan.pieces)
-        data[start : start + length] = b"".join(pieces)
-
-    def read(start: int, num_bytes: int) -> Iterator[memoryview]:
-        yield memoryview(data)[start : start + num_bytes]
-
-    identity = {"generation": generation}
-    order = Order(
-        str(run), 9, step, f"{generation:04d}", 0, (0,), "full", identity, content.num_bytes, places
-    )
-    joint = JointSave(order)
-    try:
-        joint.begin()
-        joint.write(read)
-        outcome = joint.conclude()
-    except PacelineError as error:
-        outcome = joint.fail(error)
-    joint.leave(outcome)
+    order = Order(step, f"{generation:04d}", 1, "full", {"generation": generation}, content.num_bytes)
+    folder = CheckpointFolder(run, keep=9, generation=generation)
+    joint = JointSave(folder, order, 0, None, lambda error: error, lambda: False)
+    outcome = joint.write(content.list_files(), [], None)
     if outcome.error is not None:
         raise outcome.error
 

@@ -1,7 +1,7 @@
 """State on disk: committed by one rename, verified by hashes, read back without running code.
 
 No function here calls a collective: `train/state/` coordinates which rank writes and reads what.
-Names load on first use, so that the writer's process (`writer.py`) works without torch.
+Names load on first use: commands that only list checkpoints do not wait for torch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files
-from paceline.checkpoint.alive import find_live
 from paceline.checkpoint.generation import newest_generation
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
@@ -41,7 +40,6 @@ from paceline.checkpoint.names import (
     CHECKPOINTS,
     LOCK,
     REPLACED,
-    SAVING,
     TMP,
     TRASH,
     list_checkpoints,
@@ -78,13 +76,14 @@ class Commits:
         """Return the checkpoints by rising step, valid or not."""
         return list_checkpoints(self.path)
 
-    def begin(self, step: int, *, num_bytes: int, identity: dict[str, Any]) -> Save:
+    def begin(self, step: int, *, num_bytes: int, identity: dict[str, Any], token: str = "") -> Save:
         """Lock the folder and make a temporary one, into which any number of processes may write.
 
         Args:
             step: optimizer steps taken.
             num_bytes: about how many bytes will be written, for messages.
             identity: as in `save`.
+            token: as in `name_temporary`.
 
         Returns:
             The save, to be used in a `with` block: left without `commit`, nothing of it stays.
@@ -94,7 +93,11 @@ class Commits:
         """
         assert step >= 0
         json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
-        return Save(self, step, num_bytes, identity)
+        return Save(self, step, num_bytes, identity, token or f"{os.getpid()}-{secrets.token_hex(4)}")
+
+    def name_temporary(self, step: int, token: str) -> Path:
+        """Return the temporary folder of a save, whose token no other save has."""
+        return self.path / f"{TMP}{step_name(step)}-{token}"
 
     @contextlib.contextmanager
     def explained(self, step: int, num_bytes: int) -> Iterator[None]:
@@ -142,33 +145,25 @@ class Commits:
             fix="Stop the other run, or give this one another --out.",
         )
 
-    def commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
-        """Rename a complete temporary folder to its final name."""
-        self.seal(tmp, manifest)
-        return self.publish(step, tmp, manifest)
-
     def seal(self, tmp: Path, manifest: Manifest) -> None:
         """Write the manifest into a temporary folder, and make the folder durable."""
         with HashedFile(tmp / FILE_NAME) as file:
             file.write(dump_manifest(manifest))
         files.sync_folder(tmp)
 
-    def publish(self, step: int, tmp: Path, manifest: Manifest, *, reads_headers: bool = True) -> Path:
+    def publish(self, step: int, tmp: Path, manifest: Manifest) -> Path:
         """Check a sealed folder once more, and give it its final name.
 
         Args:
             step: of the checkpoint.
             tmp: the folder.
             manifest: of the folder.
-            reads_headers: compare the headers of the files as well, which needs torch.
         """
         final = self.path / step_name(step)
         aside: Path | None = None
         try:
             aside = self._make_room(final)
-            findings = verify(tmp, read_all=False)
-            if reads_headers and not findings:
-                findings = check_fits(tmp, manifest)
+            findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
             if not is_share(findings):
                 raise OSError(errno.EIO, findings[0].saw)
             self.refuse_older()
@@ -204,21 +199,16 @@ class Commits:
         logger.warning("%s was not valid (%s) and is now %s", final, findings[0].saw, corrupt.name)
         return corrupt
 
-    def clear_leftovers(self, own: Path | None = None) -> None:
+    def clear_leftovers(self, own: Path) -> None:
         """Remove what killed processes left; only under the lock, so that no other process writes here.
 
-        What a living writer makes stays: writers of several processes need no lock until they commit.
-
         Args:
-            own: the `.saving-...` folder of this process, which stays too.
+            own: the temporary folder of this save, which stays: another rank may have made it.
         """
-        spared = set() if own is None else {own.name, TMP + own.name.removeprefix(SAVING)}
-        for live in find_live(self.path, own):
-            spared |= {live.folder.name, live.temporary}
         for entry in sorted(self.path.iterdir()):
-            if entry.name in spared:
+            if entry == own:
                 continue
-            if entry.name.startswith((TMP, SAVING, TRASH)):
+            if entry.name.startswith((TMP, TRASH)):
                 self._remove(entry)
             elif entry.name.startswith(REPLACED):
                 final = entry.with_name(entry.name.removeprefix(REPLACED))
@@ -226,17 +216,6 @@ class Commits:
                     self._discard(entry)
                 else:
                     files.rename(entry, final)
-
-    def refuse_other_runs(self, run: Any, own: Path | None = None) -> None:
-        """Raise `BusyError` if a writer of another run is saving here.
-
-        Args:
-            run: id of this run.
-            own: the `.saving-...` folder of this process.
-        """
-        for live in find_live(self.path, own):
-            if live.run != run:
-                raise files.BusyError(str(live.folder))
 
     def let_go(self, saved: int) -> None:
         """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
@@ -301,18 +280,21 @@ class Save:
         step: optimizer steps taken.
         num_bytes: about how many bytes will be written.
         identity: of `describe_identity`.
+        token: of the temporary folder.
 
     Attributes:
         folder: the temporary folder, once the block is entered.
     """
 
-    def __init__(self, checkpoints: Commits, step: int, num_bytes: int, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, checkpoints: Commits, step: int, num_bytes: int, identity: dict[str, Any], token: str
+    ) -> None:
         self._checkpoints = checkpoints
         self._step = step
         self._num_bytes = num_bytes
         self._identity = identity
         self._held = contextlib.ExitStack()
-        self.folder = checkpoints.path / f"{TMP}{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.folder = checkpoints.name_temporary(step, token)
 
     def __enter__(self) -> Save:
         with contextlib.ExitStack() as held:
@@ -320,9 +302,8 @@ class Save:
             held.enter_context(_saving)
             files.make_folder(self._checkpoints.path)
             has_lock = held.enter_context(files.lock(self._checkpoints.path / LOCK))
-            self._checkpoints.refuse_other_runs(self._identity.get("run"))
             if has_lock:
-                self._checkpoints.clear_leftovers()
+                self._checkpoints.clear_leftovers(self.folder)
             held.callback(self._clear_up)
             files.make_folder(self.folder)
             self._checkpoints.refuse_older()

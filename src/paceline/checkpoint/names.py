@@ -5,7 +5,6 @@ step-00000050                a committed checkpoint
                              the checkpoint of that step wherever `step-00000050` is not there
 corrupt-step-00000050        found broken when the run came to that step again; kept for a look
 .tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
-.saving-...                  records of the writers that make the `.tmp-...` of the same ending (`joint.py`)
 failed-step-00000050         two starts failed after its load; kept for a look (`train/state/failures.py`)
 .lock                        held by the process that is saving
 """
@@ -23,7 +22,7 @@ FULL, SHARDED = "full", "sharded"
 CONTENTS = (FULL, SHARDED)
 LOCK = ".lock"
 FAILED = "failed-"
-REPLACED, SAVING, TMP, TRASH = ".replaced-", ".saving-", ".tmp-", ".trash-"
+REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 

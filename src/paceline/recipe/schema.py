@@ -485,8 +485,8 @@ class CheckpointSection(Section):
     are is refused. `"auto"`: two, or one if there is one disk or if all nodes see the folder."""
     asynchronous: bool = False
     """Write checkpoints while training continues. During the next forward and backward, each rank copies its
-    share into memory, from which a separate process writes it. A complete copy is committed even if all ranks
-    are killed. If nodes have disks of their own, training waits for each save."""
+    share into memory, from which a thread writes it. If nodes have disks of their own, training waits for
+    each save."""
     max_failed: PositiveInt = 3
     """Number of failed saves in a row that ends the run (PL508). Fewer are reported, and training continues.
     The save at the end of a run, or when it is stopped, must succeed."""

@@ -134,7 +134,6 @@ class Training(TrainedModels):
         """Set up everything that accompanies steps: state, metrics, data, signals."""
         given = self._given
         saving = Saving(self.world, given.checkpoint_mode, given.asynchronous_saves, given.max_failed_saves)
-        saving.hurry_if(lambda: bool(self._requests.signum))
         self.wait_before_writing(saving.before_write)
         self._loaders: dict[str, Loader] = {}
         self._saver = Saver(

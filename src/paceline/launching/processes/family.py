@@ -1,8 +1,7 @@
 """Ends processes with all that they have started, except those that clear up and then end by themselves.
 
 multiprocessing's resource tracker and torch's shared-memory manager remove the semaphores and segments of
-killed processes, and then exit. They are killed last, if they have not exited by then. A writer of
-checkpoints is never killed: it commits what its rank had copied, and then leaves.
+killed processes, and then exit. They are killed last, if they have not exited by then.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-# Begins the words of a rank's writer (`checkpoint/writing/writer_process.py`).
-_WRITER = "paceline.checkpoint.writing.writer"
-# How long to wait for writers; after that they finish by themselves.
-_WRITING_S = 60.0
 # These reach a tracker without ending it.
 _HARMLESS = (signal.SIGINT, signal.SIGTERM)
 # How long the processes that clear up may take.
@@ -82,15 +77,11 @@ def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> i
             break
         wait(lambda: not [p for p in living() if not _clears_up(p)], 0.5, reap)
 
-    def others() -> list[psutil.Process]:
-        return [process for process in living() if not _is_writer(process)]
-
-    wait(lambda: not others(), _CLEARING_S, reap)
-    for process in others():
+    wait(lambda: not living(), _CLEARING_S, reap)
+    for process in living():
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    wait(lambda: not others(), 0.5, reap)
-    wait(lambda: not living(), _WRITING_S, reap)
+    wait(lambda: not living(), 0.5, reap)
     return num_killed
 
 
@@ -120,19 +111,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _clears_up(process: psutil.Process) -> bool:
-    words = _read_words(process)
-    return _WRITER in words or any(name in " ".join(words) for name in _CLEARERS)
-
-
-def _is_writer(process: psutil.Process) -> bool:
-    return _WRITER in _read_words(process)
-
-
-def _read_words(process: psutil.Process) -> list[str]:
-    """Return a process's command line; it is empty if the process has ended."""
-    with suppress(psutil.Error):
-        return list(process.cmdline())
-    return []
+    with suppress(psutil.Error):  # it has ended
+        return any(name in " ".join(process.cmdline()) for name in _CLEARERS)
+    return False
 
 
 def _prctl(option: int, value: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
-from paceline.checkpoint.writing.waiting import await_writers
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
@@ -54,7 +53,6 @@ class RunStart:
     """
 
     def __init__(self, world: World, folder: Path, *, keep: int, copies: int | str) -> None:
-        await_writers(folder / CHECKPOINTS)
         self.folder = folder
         self.run_id, self.generation = secrets.token_hex(8), 1
         self._world, self._keep = world, keep

@@ -6,8 +6,8 @@ A save in the background, on every rank:
 2. Prepare this rank's files, and exchange in one collective: errors, the inputs of the plan, the outcome of
    the save before, and rank 0's name for this one. This is the only communication of a save.
 3. Copy headers and what may change at once; a thread copies the rest (`checkpoint/writing/state_copy.py`).
-4. The writer takes over (`checkpoint/writing/writer.py`). Training goes on; before an optimizer's step, and
-   whatever else may change weights, `before_write` waits for the thread.
+4. Another thread writes the copy, and rank 0's commits (`checkpoint/writing/joint.py`). Training goes on;
+   before an optimizer's step, and whatever else may change weights, `before_write` waits for the copy.
 
 A failing disk does not end training: the failure is reported, the next save tries again, and only
 `max_failed` failures in a row raise PL508.
@@ -28,7 +28,7 @@ from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content.protocol import Prepared
 from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.checkpoint.names import step_name
-from paceline.checkpoint.writing.joint import STILL_S, Order, Outcome
+from paceline.checkpoint.writing.joint import Order, Outcome
 from paceline.errors import PacelineError
 from paceline.train.state.background import Background
 from paceline.train.state.transfer import gather
@@ -45,11 +45,6 @@ from paceline.train.step import SaveTimes
 from paceline.world import World
 
 log = logging.getLogger(__name__)
-
-# How long a rank that ends waits for the outcome of its last save. The writer then finishes alone.
-_CLOSING_S = 30.0
-# How long a writer may be silent once this rank is asked to stop; it says something every 2 s.
-_STOPPING_STILL_S = 7.0
 
 # Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
 # the ranks' copies differ.
@@ -110,7 +105,7 @@ class _Entry:
     Attributes:
         error: its error in preparing the save.
         digest: of the inputs of the plan.
-        outcome: of the save before, as far as this rank's writer knows.
+        outcome: of the save before, as far as this rank knows.
         why_not: why this rank cannot save in the background, or "".
         token: for the names of this save; rank 0's counts.
         identity: for the manifest; rank 0's counts.
@@ -139,13 +134,13 @@ class Saving:
     """
 
     def __init__(self, world: World, mode: str, asynchronous: bool, max_failed: int) -> None:
-        self.background = Background(world.device) if asynchronous else None
+        self.background = Background(world) if asynchronous else None
         self._world = world
         self.mode = mode
         self._max_failed = max_failed
         self._num_failed = 0
         self._pending: SaveHandle | None = None
-        # Of the pending save, as this rank's writer reports it; in mode "full" only rank 0 has a writer.
+        # Of the pending save, as this rank knows it; in mode "full" only rank 0 writes.
         self._outcome: Outcome | None = None
         self._is_writing = False
         self._has_told_why_not = False
@@ -153,17 +148,10 @@ class Saving:
         self._save_s: float | None = None
         self._is_reserved = False
 
-    def hurry_if(self, is_asked: Callable[[], bool]) -> None:
-        """Give up a writer that stands still at once where this rank is asked to stop."""
-        if self.background is not None:
-            self.background.still_s = lambda: _STOPPING_STILL_S if is_asked() else STILL_S
-
     def start(self) -> None:
         """Get ready for saves into a run's folder."""
         if self._pending is not None:
             self.finish(self._pending)
-        if self.background is not None and (self.mode == SHARDED or self._world.is_main):
-            self.background.start()
         self._is_reserved = False
 
     def save(
@@ -205,14 +193,15 @@ class Saving:
         """Wait for the outcome of a save; raises nothing of the save's own."""
         if handle.outcome is not None:
             return
-        if handle is not self._pending:  # the trainer was closed, and the writer has gone on alone
+        if handle is not self._pending:  # the trainer was closed, and only rank 0 knows
             there = handle.path.exists()
             handle.outcome = Outcome(path=handle.path) if there else Outcome(error=_closed_error(handle))
             return
         begin_s = time.perf_counter()
         self._receive(None)
-        outcomes = gather(self._world, self._outcome)
-        self._settle(handle, _join(outcomes))
+        outcome = gather(self._world, self._outcome)[0]
+        assert outcome is not None  # rank 0 always writes
+        self._settle(handle, outcome)
         self._add_stall(begin_s)
 
     def before_write(self) -> None:
@@ -248,17 +237,15 @@ class Saving:
         return found
 
     def close(self) -> None:
-        """Wait for the writer to finish; only `start` may be called afterwards."""
-        handle = self._pending
-        if handle is not None and self._is_writing:
-            self._receive(_CLOSING_S)
-            handle.outcome = self._outcome
-            if self._outcome is not None and self._outcome.error is None:
-                handle.on_commit(handle.step)
-            elif self._outcome is not None and self._outcome.error is not None:
-                self._tell(handle, self._outcome.error, self._num_failed + 1)
+        """Wait until this rank's share is written; only `start` may be called afterwards."""
         if self.background is not None:
-            self.background.close()
+            handle, outcome = self._pending, self.background.close() or self._outcome
+            if handle is not None and outcome is not None and self._world.is_main:
+                handle.outcome = outcome
+                if outcome.error is None:
+                    handle.on_commit(handle.step)
+                else:
+                    self._tell(handle, outcome.error, self._num_failed + 1)
         self._pending, self._outcome, self._is_writing = None, None, False
 
     def _begin(
@@ -286,7 +273,9 @@ class Saving:
         own = _Entry(raised.error, digest, self._outcome, why_not, secrets.token_hex(4), identity)
         entries = gather(self._world, own)
         if self._pending is not None:
-            self._settle(self._pending, _join([entry.outcome for entry in entries]))
+            outcome = entries[0].outcome
+            assert outcome is not None
+            self._settle(self._pending, outcome)
         agree([(entry.error, entry.digest) for entry in entries])
         reasons = [f"rank {rank}: {entry.why_not}" for rank, entry in enumerate(entries) if entry.why_not]
         if reasons:
@@ -295,20 +284,16 @@ class Saving:
         self._pending, self._outcome, self._is_writing = handle, None, prepared is not None
         if prepared is not None:
             order = Order(
-                folder=str(folder.path.parent.absolute()),
-                keep=folder.keep,
                 step=handle.step,
                 token=entries[0].token,
-                writer=self._world.rank,
-                writers=tuple(range(self._world.world_size)) if self.mode == SHARDED else (0,),
+                num_writers=self._world.world_size if self.mode == SHARDED else 1,
                 content=prepared.content,
                 identity=entries[0].identity,
                 num_bytes=prepared.num_bytes,
-                files=(),
             )
-            # In mode "full" only rank 0 has a writer, and the ranks have compared their copies above.
+            # In mode "full" only rank 0 writes, and the ranks have compared their copies above.
             held = [each.hold() for each in state.copies] if self.mode == SHARDED else []
-            background.begin(order, plans, prepared.late, held)
+            background.begin(folder, order, plans, prepared.late, held)
         return True
 
     def _measure(self, state: RunState) -> int:
@@ -337,7 +322,7 @@ class Saving:
         self._settle(handle, outcome)
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Get the outcome of the pending save from this rank's writer."""
+        """Get the outcome of the pending save, as this rank knows it."""
         if self._is_writing and self._outcome is None:
             assert self.background is not None
             self._outcome = self.background.read_outcome(timeout_s)
@@ -412,23 +397,12 @@ def refuse_saving(*, in_step: bool, went_apart: bool) -> None:
         )
 
 
-def _join(outcomes: list[Outcome | None]) -> Outcome:
-    """Return the outcome of a save from what each rank's writer reports."""
-    known = [outcome for outcome in outcomes if outcome is not None]
-    for outcome in known:
-        if outcome.path is not None:
-            return outcome
-    causes = ("PL508", "PL549")  # the others follow from these
-    of_disk = [outcome for outcome in known if outcome.error is not None and outcome.error.code in causes]
-    return (of_disk or known)[0]
-
-
 def _closed_error(handle: SaveHandle) -> PacelineError:
     return PacelineError(
         "PL548",
         saw=f"The trainer was closed before the save of step {handle.step} ended, and {handle.path} is not "
         "there yet.",
-        rule="The writers finish a save on their own, and no process reports its outcome then.",
+        rule="At its end a trainer waits for its own share, and only rank 0 knows the outcome.",
         fix="Call wait() on the handle before the trainer is closed, or save(wait=True).",
     )
 
