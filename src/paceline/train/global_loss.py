@@ -118,8 +118,7 @@ class GlobalLoss:
 
     def run(self, batch: Any) -> Any:
         """Return the output of a microbatch, with cut tensors made whole."""
-        leaves, spec = tree_flatten(self._forward(self._model, batch))
-        return tree_unflatten([x.whole() if isinstance(x, CutTensor) else x for x in leaves], spec)
+        return make_whole(self._forward(self._model, batch))
 
     def _differentiate(
         self, whole: Whole, batch: Any, num_samples: int, runner: Runner
@@ -165,6 +164,12 @@ class GlobalLoss:
         found: list[Any] = [None] * self._dp.size
         torch.distributed.all_gather_object(found, own, group=self._dp.group)
         return [count for counts in found for _, count in sorted(counts)]
+
+
+def make_whole(output: Any) -> Any:
+    """Return a nest with its cut tensors made whole; collective over tp where there are any."""
+    leaves, spec = tree_flatten(output)
+    return tree_unflatten([x.whole() if isinstance(x, CutTensor) else x for x in leaves], spec)
 
 
 def _begin(output: Any, item: dict[str, Any]) -> tuple[Tensor, Tensor]:

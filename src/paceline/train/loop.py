@@ -23,7 +23,7 @@ from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments
 from paceline.train.batches import check_same_batch, count_samples, cut_samples
 from paceline.train.building import call_model, check_numbers, check_several
-from paceline.train.evaluation import Evaluation, Metric
+from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import explain_arguments, open_models
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
@@ -34,6 +34,7 @@ from paceline.train.runners.work import OwnLoop, Work
 from paceline.train.several import Several, list_parts
 from paceline.train.training import Training
 from paceline.train.update import Update, Updated
+from paceline.train.whole_metrics import Metric
 from paceline.train.whole_steps import WholeSteps, build_whole_steps
 from paceline.world import current_world
 
@@ -315,7 +316,7 @@ class Loop(Training):
         Args:
             loader: from `loader(..., shuffle=False)`; its position does not change.
             loss: from (output, batch) to (sum, weight), or to the mean over the microbatch's samples.
-            metrics: by name, the same.
+            metrics: by name, the same, or pairs as for `Trainer.evaluate`.
             forward: from (model, batch) to the output. Default: that of the loop. Several models are an
                 `nn.ModuleDict` here.
         """

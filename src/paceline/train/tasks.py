@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from paceline.models.moe import MoeOutput
 from paceline.recipe.schema import AdamW, Muon, Recipe, Sgd
-from paceline.train.evaluation import Metric
 from paceline.train.kernels import rounds_by_place
 from paceline.train.muon import StackedMuon
 from paceline.train.schedule import build_schedule, scale_lr
 from paceline.train.several import join_optimizers
+from paceline.train.whole_metrics import Metric
 
 # Target that does not count; the default of torch's cross_entropy.
 IGNORED = -100

@@ -24,7 +24,7 @@ from paceline.train.building import (
     UpdateModel,
     call_model,
 )
-from paceline.train.evaluation import Evaluation, Metric
+from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import explain_arguments, open_models
 from paceline.train.loaders import TrainerLoader
 from paceline.train.phases import Phases
@@ -32,6 +32,7 @@ from paceline.train.probe import explain_single_sample
 from paceline.train.step import Step
 from paceline.train.training import Training
 from paceline.train.update import Updated
+from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
 
@@ -226,7 +227,9 @@ class Trainer(Training):
 
         Args:
             loader: from `loader(..., shuffle=False)`; its position does not change.
-            metrics: by name, from (output, batch) to (sum, weight), as `loss`.
+            metrics: by name, from (output, batch) to (sum, weight), as `loss`. Or a pair, for what needs
+                all samples at once: a metric of torchmetrics or a function of tensors, and a function from
+                (output, batch) to its arguments.
 
         Raises:
             Stopped: as `step`.

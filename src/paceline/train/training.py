@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.data.loader import Loader
 from paceline.data.share import Share
-from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Trial
@@ -25,7 +25,7 @@ from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches
 from paceline.train.building import UpdateSettings, build_model, build_updates, sync_batchnorm_error
-from paceline.train.evaluation import Evaluation, Metric, evaluate
+from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
 from paceline.train.foreign import explain_arguments
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.loaders import TrainerLoader
@@ -46,7 +46,11 @@ from paceline.train.step import Step
 from paceline.train.stopping import AskedToStopError, Stopped, StopRequests
 from paceline.train.trained_models import TrainedModels
 from paceline.train.update import Updated
+from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
+
+if TYPE_CHECKING:
+    from paceline.train.own_loader import LoopLoader
 
 # Microbatches per global batch if the user sets no microbatch size. The number is fixed: a size derived from
 # the number of ranks would make dropout and BatchNorm depend on that number.
@@ -359,28 +363,60 @@ class Training(TrainedModels):
     ) -> Evaluation:
         """Compute means over all of a loader's samples, and record them; collective."""
         started_s = time.perf_counter()
+        with self._watched_pass():
+            result = evaluate(
+                self._pass(forward),
+                loader,
+                loss=loss,
+                metrics=dict(metrics or {}),
+                global_loss=self._global_loss,
+            )
+        self._records.write_evaluation(self.step_number, result.values())
+        self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
+        return result
+
+    def predict(
+        self, loader: TrainerLoader | LoopLoader, *, forward: Callable[[Any, Any], Any] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield the model's output for every sample, once and in order, on every rank; collective.
+
+            outputs = torch.cat([output for output, batch in trainer.predict(loader)])
+
+        The model runs in eval mode. Costs the bytes of all outputs and batches on every rank, sent once per
+        global batch.
+
+        Args:
+            loader: from `loader(..., shuffle=False)`; its position does not change.
+            forward: from (model, batch) to the output. Default: that of the trainer.
+
+        Yields:
+            (output, batch) of one microbatch after the other, with tensors on the CPU. Every rank must
+            iterate to the end.
+
+        Raises:
+            Stopped: as `step`.
+            PacelineError: PL736 for a loader that shuffles or leaves samples out.
+        """
+        inner = loader if isinstance(loader, TrainerLoader) else loader.inner
+        check_in_order(inner)
+        with self._watched_pass():
+            yield from predict(self._pass(forward or self._forward), inner)
+
+    def _pass(self, forward: Callable[[Any, Any], Any]) -> Pass:
+        seed = derive_seed(self._given.seed, "evaluate")
+        runner = self._updates["model"].runner
+        return Pass(self.model, runner, forward, self._mesh, self._precision, seed, self._requests)
+
+    @contextmanager
+    def _watched_pass(self) -> Iterator[None]:
+        """Explain a lack of memory, and leave if some rank was asked to stop."""
         try:
-            with preserved_generators(self.world.device), self._memory.explained(None):
-                result = evaluate(
-                    self.model,
-                    self._updates["model"].runner,
-                    loader,
-                    forward=forward,
-                    loss=loss,
-                    metrics=dict(metrics or {}),
-                    mesh=self._mesh,
-                    precision=self._precision,
-                    seed=derive_seed(self._given.seed, "evaluate"),
-                    requests=self._requests,
-                    global_loss=self._global_loss,
-                )
+            with self._memory.explained(None):
+                yield
         except AskedToStopError as asked:
             self._stop_signum = asked.signum
             self.leave_if_asked()
             raise
-        self._records.write_evaluation(self.step_number, result.values())
-        self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
-        return result
 
     def leave_if_asked(self) -> None:
         """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
