@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROWS: list[tuple[str, ...]] = [
     ("errors", "exit_codes", "units", "phrases", "finding", "reading", "own_code", "codes", "seeds"),
     ("recipe",),
-    ("plan", "pipeline", "lint", "schedulers"),
+    ("pipeline", "lint", "schedulers"),
+    ("plan",),
     ("generators",),
     ("torch_seams",),
     ("models", "data"),

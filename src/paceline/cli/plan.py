@@ -1,4 +1,4 @@
-"""`paceline plan`: simulates and draws the schedules of a pipeline, without any ranks."""
+"""`paceline plan`: its parser; and `schedule`, which simulates and draws a pipeline without any ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from paceline.cli.plan_layouts import NAME, add_layouts
 from paceline.cli.plan_traffic import add_traffic
 from paceline.errors import PacelineError
 from paceline.pipeline.picture import draw_svg, draw_text, write_svg
@@ -19,10 +21,30 @@ from paceline.pipeline.simulate import Costs, Simulation, simulate
 _MOST_ACTIONS = 200_000
 
 
+class _Targets(dict[str, Any]):
+    """The words after `plan`: those that are known, and whatever looks like a file or a function."""
+
+    def __contains__(self, word: object) -> bool:
+        return super().__contains__(word) or (isinstance(word, str) and ("." in word or ":" in word))
+
+
+class _Kinds(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Takes a target in place of a word: `paceline plan recipe.toml`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.choices = self._name_parser_map = _Targets()
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        known = values[0] in list(self._name_parser_map)
+        super().__call__(parser, namespace, values if known else [NAME, *values], option_string)
+
+
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
-    parser = subparsers.add_parser("plan", help="simulate schedules of a pipeline, count the bytes of a step")
-    kinds = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
+    parser = subparsers.add_parser("plan", help="which layout fits and is fastest, before renting machines")
+    kinds = parser.add_subparsers(dest="plan", required=True, metavar="TARGET|WHAT", action=_Kinds)
+    add_layouts(kinds)
     schedule = kinds.add_parser(
         "schedule",
         help="when each rank of a pipeline computes which microbatch, and how long it waits",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.plan.parameters import Parameter, list_parameters
@@ -69,6 +69,7 @@ class Sizes:
         keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is
             3.
         exact: whether gradients are added in the exact order.
+        gradient: bytes of a number of a gradient, if they differ from the parameter's.
     """
 
     parameter: int = 4
@@ -78,6 +79,12 @@ class Sizes:
     num_microbatches: int = 1
     keeps_gathered: bool | None = None
     exact: bool = False
+    gradient: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a number of a gradient."""
+        return self.parameter if self.gradient is None else self.gradient
 
 
 def plan_memory(
@@ -168,22 +175,26 @@ def plan_recipe_memory(
         layout: resolved.
         vocab_size: as for `list_parameters`.
     """
+    num_microbatches = -(-recipe.train.global_batch_size // recipe.train.microbatch_size)
+    sizes = replace(read_sizes(recipe), num_microbatches=-(-num_microbatches // layout.dp))
+    return plan_memory(list_parameters(recipe, vocab_size), layout, sizes)
+
+
+def read_sizes(recipe: Recipe) -> Sizes:
+    """Return the sizes of a recipe's numbers; microbatches follow from the layout."""
     train, shard = recipe.train, recipe.shard
     width = 8 if train.dtype == "fp64" else 4
-    num_microbatches = -(-train.global_batch_size // train.microbatch_size)
     kind: str = recipe.optimizer.kind
     if recipe.optimizer.kind == "sgd" and recipe.optimizer.momentum:
         kind = "sgd with momentum"
-    sizes = Sizes(
+    return Sizes(
         parameter=width,
         gathered=width if shard.param_dtype == "none" else 2,
         num_moments=NUM_MOMENTS[kind],
         num_in_blocks=1 if kind == "muon" else None,
-        num_microbatches=-(-num_microbatches // layout.dp),
         keeps_gathered=None if shard.reshard_after_forward == "auto" else not shard.reshard_after_forward,
         exact=train.reduction == "exact",
     )
-    return plan_memory(list_parameters(recipe, vocab_size), layout, sizes)
 
 
 def count_padded(shape: Iterable[int], num_shards: int) -> int:

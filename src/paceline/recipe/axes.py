@@ -8,6 +8,7 @@ reads it: layouts and their text, candidates and the nearest legal ones, the mes
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 
@@ -125,6 +126,9 @@ def list_axes(**facts: bool) -> tuple[str, ...]:
     Example: `list_axes(shares_data=True, divides_model=False)`. With `multiplies=True` these are axes of the
     mesh, whose degrees multiply to the number of ranks.
     """
-    return tuple(
-        axis.name for axis in AXES if all(getattr(axis, fact) == value for fact, value in facts.items())
-    )
+    return _list_axes(tuple(facts.items()))
+
+
+@cache
+def _list_axes(facts: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
+    return tuple(axis.name for axis in AXES if all(getattr(axis, fact) == value for fact, value in facts))

@@ -1,0 +1,345 @@
+"""Describes the machines that a plan is for: processors, their memory, and the links between ranks.
+
+A cluster is told in words ("8 nodes of 8 H100-80, 400 Gbit/s"), whose numbers come from `processors.toml`,
+or by a `cluster.toml` that `paceline probe` has measured.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.plan.calls import BUS_FACTORS
+
+_WORDS = re.compile(
+    r"(?:(?P<nodes>-?\d+)\s*nodes?\s*(?:of|x)\s*)?(?P<ranks>-?\d+)\s*(?:x\s*)?"
+    r"(?P<name>(?!nodes?\b)[A-Za-z][\w -]*?)"
+    r"(?:\s*,\s*(?P<rate>-?[\d.]+)\s*(?P<unit>[A-Za-z/]+))?\s*"
+)
+_UNITS = {"gbit/s": 1e9 / 8, "gb/s": 1e9, "mbit/s": 1e6 / 8, "mb/s": 1e6, "gbps": 1e9 / 8}
+MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A class of links as a line: seconds of a call's step, and bytes per second of one rank, one way.
+
+    Attributes:
+        alpha_s: seconds of a step beside its bytes.
+        bytes_per_s: that a rank sends.
+        calls: of measured collectives: seconds of an empty call, and bus bandwidth.
+        num_ranks: with which `calls` were measured.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    calls: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A GPU, or the cores of one CPU rank.
+
+    Attributes:
+        name: of the processor.
+        flops: peak operations per second by bytes of a number: 1, 2, 4, 8; where one is missing, the next
+            wider counts.
+        best: share of the peak that the best shape of a product reached.
+        memory_bytes: of one rank.
+        memory_bytes_per_s: read and written.
+        call_s: seconds to start a kernel.
+        measured: (rows, inner, columns, bytes of a number, operations per second) of a probe.
+        host_bytes_per_s: to CPU memory, one way.
+    """
+
+    name: str
+    flops: dict[int, float] = field(hash=False)
+    best: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    call_s: float
+    measured: tuple[tuple[float, float, float, int, float], ...] = ()
+    host_bytes_per_s: float = 25e9
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it has no memory and no clock of its own: ranks compute and send in turns."""
+        return self.name.startswith("cpu")
+
+    def find_flops(self, num_bytes: int) -> float:
+        """Return the peak for numbers of so many bytes."""
+        return next(self.flops[size] for size in (num_bytes, 2, 4, 8, 1) if size in self.flops)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with equal ranks.
+
+    Attributes:
+        nodes: their number.
+        ranks_per_node: ranks of each.
+        processor: of a rank.
+        inside: links between the ranks of a node; None if they are not known.
+        between: links between nodes, as one rank of each has them; None if they are not known.
+        is_probed: whether links and processor were measured.
+        remarks: what a reader should know.
+        step_s: measured seconds of a step beside its arithmetic.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    processor: Processor
+    inside: Wire | None
+    between: Wire | None
+    is_probed: bool = False
+    remarks: tuple[str, ...] = ()
+    step_s: float = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.ranks_per_node} {self.processor.name}"
+
+    def divide(self, degree: int, stride: int) -> tuple[int, int]:
+        """Return how many ranks of a group are on one node, and how many nodes it has.
+
+        Args:
+            degree: of the group.
+            stride: distance of its neighbours in rank numbers.
+        """
+        inside = min(degree, max(1, self.ranks_per_node // stride))
+        return inside, -(-degree // inside)
+
+    def time(self, operation: str, num_bytes: float, degree: int, stride: int = 1) -> float:
+        """Return the seconds of one collective, of sizes as in `calls.py`, by rings.
+
+        The nodes' links are shared by the groups that leave a node at once, and a group uses those of all its
+        ranks there.
+        """
+        if degree == 1 or not num_bytes:
+            return 0.0
+        inside, nodes = self.divide(degree, stride)
+        wire = self.inside if nodes == 1 else self.between
+        assert wire is not None
+        shares = BUS_FACTORS.get(operation, BUS_FACTORS["all_gather"])(degree) * num_bytes
+        rate = wire.bytes_per_s * (1 if nodes == 1 else inside)
+        steps = (degree - 1) if nodes == 1 else (nodes - 1)
+        if operation == "all_reduce":
+            steps = 2 * math.ceil(math.log2(steps + 1))  # small sums go along trees
+        alpha_s = steps * wire.alpha_s
+        if nodes > 1 and inside > 1 and self.inside is not None:
+            rate = min(rate, self.inside.bytes_per_s)
+            alpha_s += (inside - 1) * self.inside.alpha_s
+        if operation in wire.calls:
+            empty_s, bus = wire.calls[operation]
+            # What was measured was a group of all ranks; a smaller one has fewer steps.
+            alpha_s = empty_s * max(1, degree - 1) / max(1, wire.num_ranks - 1)
+            rate = bus if nodes == 1 else min(rate, bus)
+        return alpha_s + shares / rate
+
+    def time_message(self, num_bytes: float, stride: int) -> float:
+        """Return the seconds of a message to the rank so many numbers further."""
+        wire = self.inside if stride < self.ranks_per_node or self.between is None else self.between
+        return 0.0 if wire is None else wire.alpha_s + num_bytes / wire.bytes_per_s
+
+
+def read_cluster(text: str, links: dict[str, float]) -> Cluster:
+    """Return the cluster of a description in words, or of a file that ends in `.toml`.
+
+    Args:
+        text: as a user gives it.
+        links: factors of the specified bandwidth that collectives reach: `inside`, `between`, and seconds
+            of a step: `inside_s`, `between_s`, `call_s`.
+
+    Raises:
+        PacelineError: PL930 for words that are none, PL931 for an unknown processor, PL932 for a number that
+            cannot be, PL933 for a file that lacks something.
+    """
+    if text.endswith(".toml"):
+        return read_file(Path(text))
+    found = _WORDS.fullmatch(text.strip())
+    if found is None:
+        raise PacelineError(
+            "PL930",
+            saw=f"--cluster {text!r}.",
+            rule="A cluster is nodes, ranks per node and processor, with the speed of a rank's link to other "
+            "nodes if it is not the usual one; or a .toml file of `paceline probe`.",
+            fix='Write for example --cluster "8 nodes of 8 H100-80, 400 Gbit/s".',
+        )
+    nodes, ranks = int(found["nodes"] or 1), int(found["ranks"])
+    check_number("nodes", nodes, most=MOST_RANKS)
+    check_number("ranks per node", ranks, most=MOST_RANKS)
+    row = find_processor(found["name"].strip())
+    nic = float(row["nic_gbit_s"]) * 1e9 / 8
+    if found["rate"]:
+        unit = found["unit"].lower()
+        if unit not in _UNITS:
+            raise PacelineError(
+                "PL930",
+                saw=f"--cluster {text!r}: the unit {found['unit']!r}.",
+                rule="The speed of a link has one of the units Gbit/s, GB/s, Mbit/s, MB/s.",
+                fix=f"Write for example {found['rate']} Gbit/s.",
+            )
+        nic = check_number(f"the link's {found['unit']}", float(found["rate"])) * _UNITS[unit]
+        _question_link(nic, float(row["link_gb_s"]) * 1e9, found["rate"], found["unit"])
+    inside = Wire(links["inside_s"], float(row["link_gb_s"]) * 1e9 * links["inside"])
+    between = Wire(links["between_s"], nic * links["between"])
+    usual = "" if found["rate"] else ", the usual one"
+    share = f"of which collectives reach {links['between']:.0%}"
+    remarks = (f"between nodes: {nic * 8 / 1e9:g} Gbit/s per rank{usual}, {share}",)
+    chip = _make_processor(row, links["call_s"])
+    return Cluster(nodes, ranks, chip, inside, between, remarks=remarks if nodes > 1 else ())
+
+
+def _question_link(nic: float, link: float, rate: str, unit: str) -> None:
+    if nic > link:
+        raise PacelineError(
+            "PL932",
+            saw=f"{rate} {unit} between nodes, and {link / 1e9:g} GB/s inside of one.",
+            rule="A rank's link to other nodes is not faster than its links inside of the node; Gbit/s and "
+            "GB/s are often confused.",
+            fix=f"If it is {rate} Gbit/s, write so. A measured cluster of this kind is told by a .toml file.",
+        )
+
+
+def check_number(name: str, value: float, most: float = math.inf) -> float:
+    """Return a number that is above 0, and finite.
+
+    Raises:
+        PacelineError: PL932.
+    """
+    if not 0 < value <= most or not math.isfinite(value):
+        raise PacelineError(
+            "PL932",
+            saw=f"{name}: {value:g}.",
+            rule="It is above 0" + (f" and at most {most:g}." if math.isfinite(most) else ", and finite."),
+            fix="Give the number that the machine has; `paceline probe` measures it.",
+        )
+    return value
+
+
+@lru_cache(maxsize=1)
+def list_processors() -> dict[str, dict[str, Any]]:
+    """Return the rows of `processors.toml` by name."""
+    with resources.files("paceline.plan").joinpath("processors.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def find_processor(name: str) -> dict[str, Any]:
+    """Return the row of a processor, by its name or one of its short names.
+
+    Raises:
+        PacelineError: PL931 for a name that is in no row.
+    """
+    rows = list_processors()
+    wanted = name.lower().replace(" ", "-")
+    for key, row in rows.items():
+        if wanted in (key.lower(), *row.get("also", ())):
+            return {"name": key, **row}
+    names = [*rows, *(other for row in rows.values() for other in row.get("also", ()))]
+    near = difflib.get_close_matches(wanted, [each.lower() for each in names], n=1, cutoff=0.3)
+    hint = next((each for each in names if near and each.lower() == near[0]), "")
+    raise PacelineError(
+        "PL931",
+        saw=f"the processor {name!r}.",
+        rule=f"Known are {', '.join(rows)}.",
+        fix=f"Did you mean {hint}? " * bool(hint) + "Another one is measured: run `paceline probe` on it.",
+    )
+
+
+def _make_processor(row: dict[str, Any], call_s: float) -> Processor:
+    peaks = {1: "fp8_tflops", 2: "bf16_tflops", 4: "fp32_tflops"}
+    return Processor(
+        name=row["name"],
+        flops={size: row[key] * 1e12 for size, key in peaks.items() if key in row},
+        best=row.get("best", 0.8),
+        memory_bytes=row["memory_gb"] * 1e9,
+        memory_bytes_per_s=row["memory_gb_s"] * 1e9,
+        call_s=call_s,
+        host_bytes_per_s=row.get("host_gb_s", 25) * 1e9,
+    )
+
+
+def read_file(path: Path) -> Cluster:
+    """Return the cluster that a probe has written.
+
+    Raises:
+        PacelineError: PL933 for a file that is not there, is no TOML or lacks something; PL932 for a number
+            that cannot be.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _file_error(path, f"it cannot be read ({error})") from None
+    if not table.get("complete", False):
+        raise _file_error(path, "the probe did not finish (`complete` is not true)")
+    nodes, ranks = (int(_read(path, table, "", key)) for key in ("nodes", "ranks_per_node"))
+    check_number("nodes", nodes, most=MOST_RANKS)
+    check_number("ranks_per_node", ranks, most=MOST_RANKS)
+    wires = {}
+    for name, needed in (("inside", ranks > 1), ("between", nodes > 1)):
+        section = table.get(name)
+        if section is None and needed:
+            raise _file_error(path, f"[{name}] is missing, and there are {nodes} nodes of {ranks} ranks")
+        if section is not None:
+            calls = {
+                key: (float(row["empty_s"]), check_number(f"{name}.{key}", float(row["bytes_per_s"])))
+                for key, row in section.items()
+                if isinstance(row, dict)
+            }
+            wires[name] = Wire(
+                check_number(f"{name}.alpha_s", _read(path, section, name, "alpha_s")),
+                check_number(f"{name}.bytes_per_s", _read(path, section, name, "bytes_per_s")),
+                calls,
+                int(section.get("ranks", 0)),
+            )
+    chip = table.get("processor", {})
+    rows = tuple(tuple(row) for row in chip.get("products", ()))
+    if not rows:
+        raise _file_error(path, "[processor] has no `products`")
+    best: dict[int, float] = {}
+    for *_, size, rate in rows:
+        best[int(size)] = max(best.get(int(size), 0.0), check_number("a product's rate", rate))
+    memory, rate, call_s = (check_number(key, _read(path, chip, "processor", key)) for key in _MEASURED)
+    return Cluster(
+        nodes,
+        ranks,
+        Processor(str(chip.get("name", "cpu")), best, 1.0, memory, rate, call_s, rows),
+        wires.get("inside"),
+        wires.get("between"),
+        is_probed=True,
+        remarks=tuple(table.get("remarks", ())),
+        step_s=float(table.get("step", {}).get("other_s", 0.0)),
+    )
+
+
+_MEASURED = ("memory_bytes", "memory_bytes_per_s", "call_s")
+
+
+def _read(path: Path, table: dict[str, Any], section: str, key: str) -> float:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        where = f"{section}.{key}" if section else key
+        raise _file_error(path, f"{where} is {'missing' if value is None else repr(value)}")
+    return float(value)
+
+
+def _file_error(path: Path, what: str) -> PacelineError:
+    return PacelineError(
+        "PL933",
+        saw=f"{path}: {what}.",
+        rule="A cluster file has nodes, ranks_per_node, [processor] and a section for each class of links.",
+        fix="Write it with `paceline probe --out cluster.toml` on the cluster, and let it finish.",
+    )

@@ -1,0 +1,303 @@
+"""Describes what a model costs on one rank alone, per sample: `ModelCosts`, which every part of a plan reads.
+
+It says nothing of layouts, processors and links. Two makers fill it: `of_transformer` by arithmetic, for
+recipes and published models, and `paceline.bench.traced` from any module. Sources of the arithmetic:
+Narayanan et al. 2021, appendix (products), and Korthikanti et al. 2022, section 4 (what stays for backward,
+what tp and `sequence` divide). What Paceline's own blocks keep is counted exactly, and tests compare it with
+the tensors that autograd saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from paceline.plan.memory import Sizes
+from paceline.plan.parameters import Parameter
+
+By = Literal["columns", "inner", "heads", ""]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of one sample, `[rows, inner] x [inner, columns]`.
+
+    Attributes:
+        rows, inner, columns: its sizes.
+        by: the size that tp divides.
+        times: how often a sample makes it, in one batch (the heads of attention).
+        is_attention: both factors are activations, and one kernel makes it with its neighbour.
+        share: of the operations that are made (a causal kernel makes half).
+    """
+
+    rows: float
+    inner: float
+    columns: float
+    by: By = ""
+    times: float = 1
+    is_attention: bool = False
+    share: float = 1.0
+
+    def divide(self, tp: int) -> Product:
+        """Return a rank's part under tp."""
+        if self.by == "heads":
+            return replace(self, times=self.times / tp)
+        return replace(self, **{self.by: getattr(self, self.by) / tp}) if self.by else self
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward."""
+        return 2 * self.rows * self.inner * self.columns * self.times * self.share
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one sample that a part keeps from forward to backward.
+
+    Attributes:
+        split: that tp divides.
+        whole: that only `sequence` divides.
+    """
+
+    split: float = 0
+    whole: float = 0
+
+    def divide(self, tp: int, *, sequence: bool) -> float:
+        """Return the bytes on a rank."""
+        return self.split / tp + self.whole / (tp if sequence else 1)
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A block, or what stands before or behind all blocks.
+
+    Attributes:
+        products: of the forward.
+        moved: bytes that element-wise work of the forward reads and writes, which tp divides.
+        moved_whole: those that only `sequence` divides.
+        calls: kernels of the forward.
+        kept: for backward, without recompute.
+        kept_selective: the same if only products and attention are kept.
+        input_bytes: of one sample's input, as block recompute keeps it; `sequence` divides it.
+        work_bytes: of temporary results of one sample in backward, which tp divides.
+        width_bytes: of one sample's result.
+        key_bytes: of one sample's keys and values, which cp exchanges.
+        num_sums: sums over tp in forward; backward has as many.
+        routed_bytes: of a sample's rows on the way to experts.
+        parameters: trained ones.
+        frozen_bytes: parameters and buffers that are not trained.
+    """
+
+    products: tuple[Product, ...] = ()
+    moved: float = 0
+    moved_whole: float = 0
+    calls: int = 0
+    kept: Kept = Kept()
+    kept_selective: Kept = Kept()
+    input_bytes: float = 0
+    work_bytes: float = 0
+    width_bytes: float = 0
+    key_bytes: float = 0
+    num_sums: int = 0
+    routed_bytes: float = 0
+    parameters: tuple[Parameter, ...] = ()
+    frozen_bytes: float = 0
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The trained numbers."""
+        return sum(math.prod(p.shape) for p in self.parameters)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The costs of a model and of its optimizer step.
+
+    Attributes:
+        name: for people.
+        before, after: the parts around the blocks.
+        blocks: in order; equal ones may be one object.
+        loss_bytes: of one sample: logits, their logarithms and their gradient, together at one instant.
+        sizes: of numbers, and the optimizer's.
+        dtype_bytes: of a number in products and in activations between ranks.
+        global_batch, microbatch: samples.
+        tokens: of a sample; 1 for what is no text.
+        clips: whether the gradient's norm is taken.
+        bucket_bytes: of DDP.
+        prefetch: blocks that are gathered ahead.
+        copies_weights: whether autocast keeps a narrow copy of each weight of a step.
+        eager: whether kernels start one by one, as without `torch.compile`.
+        overlaps: whether sums of gradients and gathers of shards run beside computing.
+        experts: of each mixture.
+        selective_again: share of the products that selective recompute makes again: none here, half in
+            torchtitan.
+        is_transformer: as all published runs behind the interval are.
+        factor: of all times, from a measured run.
+    """
+
+    name: str
+    before: ModelPart
+    blocks: tuple[ModelPart, ...]
+    after: ModelPart
+    loss_bytes: float = 0
+    sizes: Sizes = field(default_factory=Sizes)
+    dtype_bytes: int = 4
+    global_batch: int = 1
+    microbatch: int = 1
+    tokens: int = 1
+    clips: bool = True
+    bucket_bytes: int = 25 << 20
+    prefetch: int = 1
+    copies_weights: bool = False
+    eager: bool = True
+    overlaps: bool = True
+    experts: int = 0
+    selective_again: float = 0.0
+    is_transformer: bool = True
+    factor: float = 1.0
+
+    @cached_property
+    def parts(self) -> tuple[ModelPart, ...]:
+        """All parts in order."""
+        return (self.before, *self.blocks, self.after)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The trained numbers."""
+        return sum(part.num_parameters for part in self.parts)
+
+    def count_microbatches(self, dp: int) -> int:
+        """Return those that the fullest of the data ranks computes per step."""
+        return math.ceil(math.ceil(self.global_batch / self.microbatch) / dp)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The sizes of a transformer.
+
+    Attributes:
+        layers, hidden, heads, kv_heads, inner, vocab, tokens: as everywhere.
+        gated: whether the feed-forward has three matrices.
+        fused: whether attention never stores its scores (FlashAttention).
+        causal: whether a token sees only those before it.
+        residual: bytes of a number in the stream between blocks.
+        number: bytes of a number elsewhere.
+        experts: of a mixture; 0: there is none.
+        per_token: experts that a token visits.
+        shared: width of the expert that every token visits.
+        dense: first blocks without a mixture.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocab: int
+    tokens: int
+    gated: bool = True
+    fused: bool = True
+    causal: bool = True
+    residual: int = 4
+    number: int = 4
+    experts: int = 0
+    per_token: int = 1
+    shared: int = 0
+    dense: int = 0
+
+
+def of_transformer(sizes: Transformer, parameters: dict[str, list[Parameter]]) -> tuple[ModelPart, ...]:
+    """Return the parts of a transformer: what is before the blocks, each block, what is behind.
+
+    Args:
+        sizes: of the model.
+        parameters: by block; "before" and "after" for what is outside.
+    """
+    s, h, v, w = sizes.tokens, sizes.hidden, sizes.vocab, sizes.number
+    before = ModelPart(
+        moved_whole=2 * s * h * sizes.residual,
+        calls=6,
+        kept=Kept(whole=8 * s),
+        kept_selective=Kept(whole=8 * s),
+        width_bytes=s * h * w,
+        num_sums=1,
+        parameters=tuple(parameters["before"]),
+    )
+    norm = s * (2 * h * sizes.residual + (h * w if w < sizes.residual else 0) + 4)
+    # The logits are read and written for the maximum, the logarithm and the gradient.
+    after = ModelPart(
+        products=(Product(s, h, v, "columns"),),
+        moved=s * v * (w + 3 * 4),
+        moved_whole=4 * s * h * sizes.residual,
+        calls=12,
+        kept=Kept(whole=norm),
+        kept_selective=Kept(whole=norm),
+        width_bytes=s * h * w,
+        num_sums=1,
+        parameters=tuple(parameters["after"]),
+    )
+    names = [name for name in parameters if name not in ("before", "after")]
+    made: dict[bool, ModelPart] = {}
+    blocks = []
+    for number, name in enumerate(names):
+        mixes = bool(sizes.experts) and number >= sizes.dense
+        if mixes not in made:
+            made[mixes] = _make_block(sizes, mixes=mixes)
+        blocks.append(replace(made[mixes], parameters=tuple(parameters[name])))
+    return (before, *blocks, after)
+
+
+def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
+    s, h, w, r = sizes.tokens, sizes.hidden, sizes.number, sizes.residual
+    kv = h // sizes.heads * sizes.kv_heads
+    share = 0.5 if sizes.causal and sizes.fused else 1.0
+    width = h // sizes.heads
+    attends = sizes.fused
+    score = (
+        Product(s, width, s, "heads", sizes.heads, attends, share),
+        Product(s, s, width, "heads", sizes.heads, attends, share),
+    )
+    products = [
+        Product(s, h, h + 2 * kv, "columns"),
+        *score,
+        Product(s, h, h, "inner"),
+    ]
+    # Rows of the feed-forward: every token once, or once for each expert that it visits.
+    visits, divided = (sizes.per_token, False) if mixes else (1, True)
+    ups = 2 if sizes.gated else 1
+    products += _feed(s * visits, h, sizes.inner, ups, divided=divided)
+    f = sizes.inner * visits
+    if mixes and sizes.shared:
+        products += _feed(s, h, sizes.shared, ups, divided=True)
+    # Scores are written, scaled, masked, normalised and read, unless they never leave the kernel.
+    scores = 0.0 if sizes.fused else s * s * sizes.heads * (8 * w + 1)
+    kept_scores = s * sizes.heads * 4 if sizes.fused else s * s * sizes.heads * (2 * w + 1)
+    narrow = w < r
+    # Gated: gate, up, silu(gate), their product. Else: before and behind the activation.
+    inner = f * (4 if sizes.gated else 2)
+    attention = (2 * h + 2 * kv) * w
+    split = s * (attention + inner * w) + kept_scores
+    # Both norms keep their input and their result; under autocast, products keep narrow copies of these.
+    whole = s * (4 * h * r + 8 + (5 if narrow else 2) * h * w)
+    few = s * ((h + 2 * kv) * w + h * w + ups * f * w) + kept_scores
+    return ModelPart(
+        products=tuple(products),
+        moved=s * ((4 * h + 4 * kv) * w + (2 * ups + 1) * f * w) + scores,
+        moved_whole=s * h * (10 * r + 4 * w),
+        calls=28 if sizes.gated else 24,
+        kept=Kept(split, whole),
+        kept_selective=Kept(few, s * (h * r + 2 * h * w)),
+        input_bytes=s * h * r,
+        work_bytes=s * (ups * f + 2 * h) * w,
+        width_bytes=s * h * w,
+        key_bytes=2 * s * kv * w,
+        num_sums=2,
+        routed_bytes=s * h * sizes.per_token * w if mixes else 0,
+    )
+
+
+def _feed(rows: float, hidden: int, inner: int, ups: int, *, divided: bool) -> list[Product]:
+    up = Product(rows, hidden, inner * ups, "columns" if divided else "")
+    return [up, Product(rows, inner, hidden, "inner" if divided else "")]

@@ -1,0 +1,458 @@
+"""Composes the time of an optimizer step from its parts, for one layout on one cluster.
+
+- A matrix product takes its operations at the rate of its shape, or its bytes at the memory's bandwidth,
+  whichever is longer (Williams et al. 2009, "Roofline").
+- A collective takes alpha-beta time on the links that its group crosses (`Cluster.time`).
+- tp, cp and ep wait for their collectives. Gathers of shards and sums of gradients run beside computing: a
+  simulation of two streams per rank, block by block, shows what is exposed.
+- Under pp, the schedule itself is simulated (`paceline.pipeline.simulate`) with each stage's times. Steps of
+  many microbatches are continued from a shorter one by the busiest rank's time.
+- Once per step: clipping, the optimizer, and what the cluster file measured beside all that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from paceline.pipeline.orders import make_schedule
+from paceline.pipeline.schedule import ActionKind, Schedule
+from paceline.pipeline.simulate import Costs as StageCosts
+from paceline.pipeline.simulate import simulate
+from paceline.plan.cluster import Cluster, Processor
+from paceline.plan.costs import ModelCosts, ModelPart, Product
+from paceline.plan.fit import Constants
+from paceline.recipe import Layout
+from paceline.recipe.layout import DIVIDED
+
+# Half of the tiles of a wave: 128 x 128 results each, on the 108 to 148 processors of a large GPU.
+_HALF_WAVE = 60 * 128 * 128
+# Backward of a fused attention computes the scores once more (Dao 2022, "FlashAttention", section 3.1).
+_ATTENTION_BACKWARD = 2.5
+_MOST_SHAPES = 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the rank that takes longest, term by term.
+
+    Attributes:
+        compute: products and element-wise work, without what is computed twice.
+        recompute: second forwards.
+        tp, cp, ep: waits for exchanges of activations.
+        data: gathers and sums of dp_shard and dp_replicate that computing does not hide.
+        bubble: waits of pp for other stages.
+        optimizer: update and clipping.
+        other: all else: stragglers, and the step's fixed part.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    data: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All terms."""
+        return math.fsum(vars(self).values())
+
+    @property
+    def communication(self) -> float:
+        """The terms that no single rank has."""
+        return self.tp + self.cp + self.ep + self.data + self.bubble
+
+
+@dataclass
+class _PartTime:
+    """Seconds of a microbatch in one part."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)  # of forward and backward together
+
+    @property
+    def wait(self) -> float:
+        return sum(self.waits.values())
+
+
+class StepModel:
+    """The model of time for one model on one cluster; `time` is called for each layout.
+
+    Args:
+        costs: of the model.
+        cluster: that it runs on.
+        fit: constants of the model of time.
+    """
+
+    def __init__(self, costs: ModelCosts, cluster: Cluster, fit: Constants) -> None:
+        self.costs, self.cluster, self.fit = costs, cluster, fit
+        self._works: dict[tuple[object, ...], _PartTime] = {}
+        self._calls: dict[tuple[object, ...], float] = {}
+
+    def time(self, layout: Layout, *, by_formula: bool = False) -> StepTime:
+        """Return the time of a step under a resolved layout.
+
+        Args:
+            layout: resolved.
+            by_formula: whether to take the bubble of equal stages, and simulate nothing.
+        """
+        costs = self.costs
+        strides = find_strides(layout)
+        num = costs.count_microbatches(layout.dp)
+        samples = min(costs.microbatch, -(-costs.global_batch // layout.dp))
+        stages = cut_stages(costs, layout, self._weigh(samples, layout))
+        works = [[self._work(part, samples, layout, strides) for part in stage] for stage in stages]
+        rank = [_Rank(self, layout, strides, own) for own in stages]
+        if layout.pp == 1:
+            parts = works[0]
+            busy = num * sum(work.forward + work.backward for work in parts)
+            data = rank[0].count_data(parts, num)
+            bubble = 0.0
+        else:
+            busy, bubble = self._pipeline(layout, strides, works, num, samples, by_formula=by_formula)
+            data = max(one.count_sums(own) for one, own in zip(rank, works, strict=True))
+        # The terms of the stage that computes longest.
+        longest = max(works, key=lambda parts: sum(work.forward + work.backward for work in parts))
+        times = num * (layout.num_stages // layout.pp if layout.pp > 1 else 1)
+        waits = {axis: times * sum(w.waits.get(axis, 0.0) for w in longest) for axis in ("tp", "cp", "ep")}
+        again = times * sum(work.again for work in longest)
+        optimizer = max(one.count_optimizer(own) for one, own in zip(rank, stages, strict=True))
+        compute = busy - again - sum(waits.values())
+        done = busy + data + bubble + optimizer
+        straggle = self.fit.straggle * math.log2(max(1, layout.num_ranks // self.cluster.ranks_per_node))
+        other = straggle * done + self.cluster.step_s
+        terms = (compute, again, *waits.values(), data, bubble, optimizer, other)
+        return StepTime(*(self.costs.factor * term for term in terms))
+
+    def call(self, operation: str, num_bytes: float, degree: int, stride: int) -> float:
+        """Return `Cluster.time`, computed once for each call."""
+        key = (operation, num_bytes, degree, stride)
+        if key not in self._calls:
+            self._calls[key] = self.cluster.time(*key)
+        return self._calls[key]
+
+    def _weigh(self, samples: float, layout: Layout) -> float:
+        """Return the time of the part behind the blocks, in blocks."""
+        if layout.pp == 1:
+            return 0.0
+        alone = {"tp": 1}
+        block, after = (
+            self._work(part, samples, layout, alone) for part in (self.costs.blocks[0], self.costs.after)
+        )
+        return after.forward / max(block.forward, 1e-12)
+
+    def _work(self, part: ModelPart, samples: float, layout: Layout, strides: dict[str, int]) -> _PartTime:
+        key = (
+            id(part.products), samples, layout.tp, layout.cp, layout.ep, layout.sequence, layout.recompute,
+            *strides.values(),
+        )  # fmt: skip
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = self._measure(part, samples, layout, strides)
+        return found
+
+    def _measure(self, part: ModelPart, samples: float, layout: Layout, strides: dict[str, int]) -> _PartTime:
+        chip, costs = self.cluster.processor, self.costs
+        products = [product.divide(layout.tp) for product in part.products]
+        forward = backward = 0.0
+        for product in products:
+            once = self._time_product(product, samples, layout.cp)
+            forward += once
+            backward += once * (_ATTENTION_BACKWARD if product.is_attention else 2)
+        whole = layout.tp if layout.sequence else 1
+        moved = samples / layout.cp * (part.moved / layout.tp + part.moved_whole / whole)
+        moved_s = moved / (chip.memory_bytes_per_s * self.fit.moved)
+        starts = part.calls * chip.call_s if costs.eager or chip.is_cpu else 0.0
+        forward, backward = forward + moved_s, backward + 2 * moved_s
+        forward, backward = (
+            (forward + starts, backward + 2 * starts)
+            if chip.is_cpu
+            else (max(forward, starts), max(backward, 2 * starts))
+        )
+        again = 0.0
+        is_block = part is not costs.before and part is not costs.after
+        if is_block and layout.recompute == "block":
+            again = forward
+        elif is_block and layout.recompute == "selective":
+            linear = sum(self._time_product(p, samples, layout.cp) for p in products if not p.is_attention)
+            again = moved_s + costs.selective_again * linear
+        waits = self._waits(part, samples, layout, strides, repeats=is_block and layout.recompute == "block")
+        extra = sum(waits.values())
+        third = extra / 3 if again and layout.recompute == "block" else extra / 2
+        return _PartTime(forward + third, backward + again + extra - third, again, waits)
+
+    def _time_product(self, product: Product, samples: float, cp: int) -> float:
+        """Return the seconds of the forward of one product."""
+        chip, size = self.cluster.processor, self.costs.dtype_bytes
+        times = product.times * samples if product.is_attention or product.times != 1 else 1.0
+        rows = product.rows * (1.0 if times != 1.0 else samples) / cp
+        flops = product.flops * samples / cp
+        peak = chip.find_flops(max(2, size) if product.is_attention else size)
+        if chip.measured:
+            rate = find_rate(chip, rows, product.inner, product.columns, size)
+        elif product.is_attention:
+            rate = peak * chip.best * self.fit.attention
+        else:
+            results = rows * product.columns * times
+            fill = results / (results + _HALF_WAVE) * product.inner / (product.inner + self.fit.half_inner)
+            share = self.fit.product * (self.fit.narrow if size == 1 and 1 in chip.flops else 1.0)
+            rate = peak * chip.best * share * fill
+        factors = rows * product.inner + product.inner * product.columns
+        stored = times * (factors + (0 if product.is_attention else rows * product.columns))
+        return max(flops / rate, stored * size / (chip.memory_bytes_per_s * self.fit.moved))
+
+    def _waits(
+        self, part: ModelPart, samples: float, layout: Layout, strides: dict[str, int], *, repeats: bool
+    ) -> dict[str, float]:
+        """Return the seconds of a microbatch's exchanges of activations, forward and backward, by axis."""
+        found: dict[str, float] = {}
+        turns = 3 if repeats else 2
+        own = samples / layout.cp
+        if layout.tp > 1 and part.num_sums:
+            num_bytes = part.width_bytes * own
+            if layout.sequence:
+                kinds = ("all_gather", "reduce_scatter")
+                once = sum(self.cluster.time(kind, num_bytes, layout.tp) for kind in kinds)
+            else:
+                once = self.cluster.time("all_reduce", num_bytes, layout.tp)
+            found["tp"] = turns * part.num_sums * once
+        if layout.cp > 1 and part.key_bytes:
+            stride, n = strides.get("cp", 1), layout.cp
+            keys = part.key_bytes * samples / layout.tp
+            width = part.width_bytes * samples / layout.tp
+            if layout.cp_by in ("gather", "ring"):
+                once = self.cluster.time("all_gather", keys, n, stride)
+            else:
+                once = 2 * self.cluster.time("all_to_all", (width + keys / 2) / n, n, stride)
+            found["cp"] = turns * once
+        if layout.ep > 1 and part.routed_bytes:
+            n, stride = layout.ep, strides.get("cp", 1) if layout.cp > 1 else layout.tp
+            found["ep"] = 2 * turns * self.cluster.time("all_to_all", part.routed_bytes * own, n, stride)
+        return found
+
+    def _pipeline(
+        self,
+        layout: Layout,
+        strides: dict[str, int],
+        works: list[list[_PartTime]],
+        num: int,
+        samples: float,
+        *,
+        by_formula: bool,
+    ) -> tuple[float, float]:
+        """Return the busy seconds of the longest rank, and its waits."""
+        forward = [sum(work.forward for work in parts) for parts in works]
+        backward = [sum(work.backward for work in parts) for parts in works]
+        sent = self.costs.blocks[0].width_bytes * samples / layout.cp
+        sent /= layout.tp if layout.sequence else 1
+        message = self.cluster.time_message(sent, strides["pp"])
+        stages = layout.num_stages // layout.pp
+        if by_formula:
+            each = (sum(forward) + sum(backward)) / layout.pp
+            return num * each, (layout.pp - 1) * each / stages
+        chunks = layout.chunks if layout.chunks > 1 else None
+        period = layout.pp if layout.schedule == "interleaved" else 1
+        plain = layout.schedule in ("1f1b", "gpipe", "interleaved")
+        least = layout.pp + 2 if plain else 2 * layout.pp + 2
+        short = min(num, -(-least // period) * period + num % period)
+        schedule = _schedule(layout.schedule, layout.pp, short, chunks)
+        unit = max(forward)
+        level = tuple(round(each / unit * 40) / 40 for each in (*forward, *backward))
+        total = unit * _simulate(schedule, level, round(message / unit, 2))
+        busy = [0.0] * layout.pp
+        for stage, home in enumerate(schedule.homes):
+            busy[home] += forward[stage] + backward[stage]
+        longest = max(busy)
+        total += (num - short) * longest
+        return num * longest, max(0.0, total - num * longest)
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, num_ranks: int, num: int, chunks: int | None) -> Schedule:
+    return make_schedule(name, num_ranks, num, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _simulate(schedule: Schedule, level: tuple[float, ...], message: float) -> float:
+    """Return the length of a schedule; times are by stage, forwards and then backwards, of the longest."""
+    half = len(level) // 2
+    forward, backward = level[:half], level[half:]
+    # Halves of a backward: the gradients of weights take as long as a forward, less what attention takes.
+    weight = [
+        min(0.5 * b, f) if schedule.name in DIVIDED else 0.5 * b
+        for f, b in zip(forward, backward, strict=True)
+    ]
+    own = [b - w for b, w in zip(backward, weight, strict=True)]
+    assert ActionKind.WEIGHT
+    return simulate(schedule, StageCosts(forward, own, weight, backward, message)).total
+
+
+def find_strides(layout: Layout) -> dict[str, int]:
+    """Return the distance in rank numbers of neighbours along each axis."""
+    strides, inner = {}, 1
+    for axis, degree in reversed(layout.degrees.items()):
+        strides[axis] = inner
+        inner *= degree
+    return strides
+
+
+def cut_stages(costs: ModelCosts, layout: Layout, after: float = 0.0) -> list[tuple[ModelPart, ...]]:
+    """Return the parts of each stage of pp, as even as whole blocks allow.
+
+    Args:
+        costs: of the model.
+        layout: resolved.
+        after: the time of what is behind the blocks, in blocks.
+    """
+    stages, num = layout.num_stages if layout.pp > 1 else 1, len(costs.blocks)
+    if stages == 1:
+        return [costs.parts]
+    least, most = divmod(num, stages)
+    counts = [least + (place < most) for place in range(stages)]
+    # What is behind the blocks may be worth some: they go to the stages before.
+    while counts[-1] > 1 and counts[-1] + after > min(counts) + 1.5:
+        counts[-1] -= 1
+        counts[counts.index(min(counts[:-1]))] += 1
+    found, at = [], 0
+    for place, count in enumerate(counts):
+        own = costs.blocks[at : at + count]
+        at += count
+        found.append((*([costs.before] * (place == 0)), *own, *([costs.after] * (place == stages - 1))))
+    return found
+
+
+class _Rank:
+    """The communication of one stage's rank with its data ranks, and its optimizer."""
+
+    def __init__(
+        self, step: StepModel, layout: Layout, strides: dict[str, int], parts: Sequence[ModelPart]
+    ) -> None:
+        self.step, self.layout, self.strides, self.parts = step, layout, strides, parts
+        self.numbers = [part.num_parameters / layout.tp for part in parts]
+        if layout.ep > 1:
+            self.numbers = [
+                sum(math.prod(p.divide(layout.tp, layout.ep)) for p in part.parameters) for part in parts
+            ]
+
+    def _sum(self, num_bytes: float) -> float:
+        """Return the seconds of summing so many bytes of gradients over all data ranks."""
+        layout, step = self.layout, self.step
+        found, left = 0.0, num_bytes
+        if layout.dp_shard > 1:
+            found += step.call("reduce_scatter", left, layout.dp_shard, self.strides["dp_shard"])
+            left /= layout.dp_shard
+        copies = layout.degrees["dp_replicate"]
+        if copies > 1:
+            found += step.call("all_reduce", left, copies, self.strides["dp_replicate"])
+        if layout.cp > 1:
+            found += step.call("all_reduce", left, layout.cp, self.strides["cp"])
+        return found * (2 if self.step.costs.sizes.exact and layout.dp > 2 else 1)
+
+    def _gather(self, numbers: float) -> float:
+        if self.layout.dp_shard == 1:
+            return 0.0
+        num_bytes = numbers * self.step.costs.sizes.gathered
+        return self.step.call("all_gather", num_bytes, self.layout.dp_shard, self.strides["dp_shard"])
+
+    def count_data(self, works: list[_PartTime], num: int) -> float:
+        """Return the exposed seconds of a step without pp."""
+        layout, sizes = self.layout, self.step.costs.sizes
+        gathers = [self._gather(numbers) for numbers in self.numbers]
+        sums = self._list_sums()
+        keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+        nothing = [0.0] * len(gathers)
+        sums_each = layout.dp_shard > 1 and layout.zero > 1
+        found = 0.0
+        # The first microbatch, those between, and the last one: (is first, is last, how many).
+        turns = [(True, num == 1, 1), (False, False, num - 2), (False, True, int(num > 1))]
+        forward, backward = ([getattr(work, kind) for work in works] for kind in ("forward", "backward"))
+        for first, last, times in turns:
+            if times > 0:
+                forth = gathers if layout.zero == 3 or first else nothing
+                back = nothing if keeps else gathers
+                summed = sums if last or sums_each else nothing
+                found += times * self._expose(forward, forth, nothing)
+                found += times * self._expose(backward[::-1], back[::-1], summed[::-1])
+        return found
+
+    def _list_sums(self) -> list[float]:
+        """Return the seconds of summing each part's gradients; DDP's in buckets."""
+        width = self.step.costs.sizes.gradient_bytes
+        if self.layout.dp_shard > 1:
+            return [self._sum(numbers * width) for numbers in self.numbers]
+        found, filled = [0.0] * len(self.numbers), 0.0
+        for place in reversed(range(len(self.numbers))):
+            filled += self.numbers[place] * width
+            if filled >= self.step.costs.bucket_bytes or place == 0:
+                found[place] = self._sum(filled)
+                filled = 0.0
+        return found
+
+    def _expose(self, computes: list[float], gathers: list[float], sums: list[float]) -> float:
+        """Return what two streams take longer than computing alone.
+
+        A gather begins when the part `prefetch` places before it begins to compute; its part waits for it.
+        A sum begins when its part has computed. Both take turns on one stream.
+        """
+        costs, fit = self.step.costs, self.step.fit
+        sent = sum(gathers) + sum(sums)
+        if not sent:
+            return 0.0
+        if not costs.overlaps or self.step.cluster.processor.is_cpu:
+            return sent  # a CPU rank's cores send, too
+        now = wire = 0.0
+        ready: list[float] = []
+        for place, compute in enumerate(computes):
+            while len(ready) <= min(place + costs.prefetch, len(gathers) - 1):
+                wire = max(wire, now) + gathers[len(ready)]
+                ready.append(wire)
+            now = max(now, ready[place]) + compute
+            if sums[place]:
+                wire = max(wire, now) + sums[place]
+        exposed = max(now, wire) - sum(computes)
+        return exposed + fit.contention * max(0.0, sent - exposed)
+
+    def count_sums(self, works: list[_PartTime]) -> float:
+        """Return the seconds of a step's gathers and sums under pp, half hidden by its last microbatch."""
+        sums, gathers = sum(self._list_sums()), sum(self._gather(numbers) for numbers in self.numbers)
+        hidden = sum(work.backward for work in works) if self.step.costs.overlaps else 0.0
+        if self.step.cluster.processor.is_cpu:
+            hidden = 0.0
+        return max(0.0, sums - 0.5 * hidden) + max(0.0, gathers - 0.5 * hidden)
+
+    def count_optimizer(self, parts: Sequence[ModelPart]) -> float:
+        """Return the seconds of update and clipping: all is read, and all but gradients written."""
+        sizes, chip = self.step.costs.sizes, self.step.cluster.processor
+        own = sum(self.numbers) / self.layout.dp_shard
+        state = sizes.parameter * sizes.num_moments + sizes.parameter
+        moved = own * (2 * state + sizes.gradient_bytes * (3 if self.step.costs.clips else 1))
+        rate = chip.memory_bytes_per_s * self.step.fit.moved
+        if self.layout.offload == "cpu":
+            rate = min(rate, chip.host_bytes_per_s)
+        total = moved / rate
+        if self.step.costs.clips:
+            for axis in ("tp", "dp_shard", "pp"):
+                degree = getattr(self.layout, axis)
+                total += self.step.cluster.time("all_reduce", 8, degree, self.strides[axis])
+        return total
+
+
+def find_rate(chip: Processor, rows: float, inner: float, columns: float, size: int) -> float:
+    """Return the operations per second of a shape, from the nearest ones that a probe has measured."""
+    same = [row for row in chip.measured if row[3] == size] or list(chip.measured)
+    wanted = [math.log(max(1.0, each)) for each in (rows, inner, columns)]
+    near = sorted(
+        (sum((math.log(a) - b) ** 2 for a, b in zip(row[:3], wanted, strict=True)), row[4]) for row in same
+    )[:_MOST_SHAPES]
+    weights = [1 / (distance + 0.05) for distance, _ in near]
+    return math.exp(
+        sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
+    )

@@ -1,0 +1,252 @@
+"""`paceline plan RECIPE --cluster`: the report, and every wrong input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import plan
+from paceline.errors import PacelineError
+
+LLAMA = """
+[model]
+kind = "gpt"
+layers = 32
+hidden = 4096
+heads = 32
+ffn_hidden = 11008
+tie_embeddings = false
+[data]
+kind = "text"
+seq_len = 4096
+tokenizer = "bpe"
+vocab_size = 32000
+[train]
+steps = 100
+global_batch_size = 64
+microbatch_size = 1
+dtype = "bf16"
+reduction = "fast"
+"""
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "llama.toml"
+    path.write_text(LLAMA)
+    return path
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    plan.register(parser.add_subparsers())
+    args = parser.parse_args(["plan", *map(str, words)])
+    code: int = args.run(args)
+    return code
+
+
+def as_table(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object]:
+    run(*words, "--json")
+    table: dict[str, object] = json.loads(capsys.readouterr().out)
+    return table
+
+
+def test_a_plan_names_layout_interval_memory_and_reasons(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(llama, "--cluster", "2 nodes of 8 H100-80") == 0
+    out = capsys.readouterr().out
+    for words in (
+        "80% interval",
+        "memory when",
+        "how certain",
+        "dp_replicate: needs 1",
+        "any ep:",
+        "tokens/s",
+    ):
+        assert words in out, words
+
+
+def test_one_gpu_is_too_small_for_7b_and_the_least_that_fits_is_named(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(llama, "--cluster", "1 H100-80") == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits 85.0 GB" in out
+    assert "The least that fits by doubling the nodes: " in out
+
+
+def test_memory_of_a_layout_is_state_and_activations(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (llama, "--cluster", "8 H100-80", "--layout", "dp_shard=8 recompute=block dp_replicate=1")
+    (row,) = as_table(capsys, *words)["fitting"]  # type: ignore[misc]
+    # 6.74e9 parameters of 4 bytes, and two moments of each, on 8 ranks.
+    assert row["memory_terms"]["parameters"] == pytest.approx(6.74e9 * 4 / 8, rel=0.01)
+    assert row["memory_terms"]["optimizer"] == pytest.approx(6.74e9 * 8 / 8, rel=0.01)
+    assert row["low_s"] < row["step_s"] < row["high_s"]
+
+
+def test_faster_links_are_never_slower(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = [
+        as_table(capsys, llama, "--cluster", f"4 nodes of 8 H100-80, {rate} Gbit/s")["fitting"][0]["step_s"]  # type: ignore[index]
+        for rate in (25, 100, 400)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_numbers_of_nodes_are_compared(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(llama, "--cluster", "4 nodes of 8 H100-80", "--scale") == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["8", "16", "32"]
+
+
+def test_a_plan_needs_no_torch(llama: Path) -> None:
+    code = (
+        "import sys; from paceline.cli.main import main; "
+        f"main(['plan', {str(llama)!r}, '--cluster', '8 H100-80', '--json']); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "code", "words"),
+    [
+        ("foo", "PL930", "'foo'"),
+        ("", "PL930", "''"),
+        ("8 nodes of H100", "PL930", "8 nodes of H100"),
+        ("2 nodes of 8 H100, 3 parsec", "PL930", "'parsec'"),
+        ("8 nodes of 8 H100-8", "PL931", "Did you mean h100-80?"),
+        ("8 XYZ", "PL931", "'XYZ'"),
+        ("0 nodes of 8 A100", "PL932", "nodes: 0"),
+        ("2 nodes of 0 A100", "PL932", "ranks per node: 0"),
+        ("-2 nodes of 8 A100", "PL932", "nodes: -2"),
+        ("2 nodes of 8 A100, 0 Gbit/s", "PL932", "Gbit/s: 0"),
+        ("2 nodes of 8 A100, -3 GB/s", "PL932", "GB/s: -3"),
+        ("2 nodes of 8 H100, 900 GB/s", "PL932", "If it is 900 Gbit/s"),
+        ("nowhere.toml", "PL933", "nowhere.toml"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(llama: Path, cluster: str, code: str, words: str) -> None:
+    with pytest.raises(PacelineError) as found:
+        run(llama, f"--cluster={cluster}")
+    assert found.value.code == code
+    assert words in str(found.value)
+
+
+CLUSTER = {
+    "complete": "true", "nodes": "2", "ranks_per_node": "2",
+    "inside": "[inside]\nalpha_s = 1e-5\nbytes_per_s = 1e9",
+    "between": "[between]\nalpha_s = 1e-4\nbytes_per_s = 1e8",
+    "processor": '[processor]\nname = "cpu"\nmemory_bytes = 1e10\nmemory_bytes_per_s = 1e10\ncall_s = 1e-5\n'
+    "products = [[64.0, 64.0, 64.0, 4, 1e10], [64.0, 64.0, 64.0, 2, 1e10]]",
+}  # fmt: skip
+
+
+def write_cluster(path: Path, **changed: str | None) -> Path:
+    table = {key: value for key, value in (CLUSTER | changed).items() if value is not None}
+    flat = [f"{key} = {value}" for key, value in table.items() if not value.startswith("[")]
+    path.write_text("\n".join([*flat, *(value for value in table.values() if value.startswith("["))]))
+    return path
+
+
+def test_a_probed_cluster_is_planned_for(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    table = as_table(capsys, "recipes/gpt-stdlib.toml", "--cluster", path)
+    assert table["ranks"] == 4
+    assert table["fitting"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"complete": None}, "PL933", "did not finish"),
+        ({"between": None}, "PL933", "[between] is missing"),
+        ({"inside": None}, "PL933", "[inside] is missing"),
+        ({"nodes": None}, "PL933", "nodes is missing"),
+        ({"nodes": '"two"'}, "PL933", "nodes is 'two'"),
+        ({"processor": "[processor]\nmemory_bytes = 1e10"}, "PL933", "`products`"),
+        ({"between": "[between]\nalpha_s = 1e-4\nbytes_per_s = 0"}, "PL932", "between.bytes_per_s: 0"),
+        ({"between": "[between]\nalpha_s = -1e-4\nbytes_per_s = 1e8"}, "PL932", "between.alpha_s: -0.0001"),
+        ({"inside": "[inside]\nalpha_s = 1e-4\nbytes_per_s = nan"}, "PL932", "inside.bytes_per_s: nan"),
+        ({"nodes": "2 2"}, "PL933", "cannot be read"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(
+    llama: Path, tmp_path: Path, changed: dict[str, str | None], code: str, words: str
+) -> None:
+    with pytest.raises(PacelineError) as found:
+        run(llama, "--cluster", write_cluster(tmp_path / "cluster.toml", **changed))
+    assert found.value.code == code
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--nproc", 12), "PL936"),
+        (("--nproc", 0), "PL936"),
+        (("--nproc", 128), "PL936"),
+        (("--memory", -4), "PL932"),
+        (("--memory", "nan"), "PL932"),
+        (("--layout", "tp=8 pq=2"), "PL110"),
+        (("--layout", "tp=3"), "PL113"),
+        (("--calibrate", "nowhere"), "PL935"),
+        (("--set", "model.layer=3"), "PL100"),
+    ],
+)
+def test_wrong_words_are_refused(llama: Path, words: tuple[object, ...], code: str) -> None:
+    with pytest.raises(PacelineError) as found:
+        run(llama, "--cluster", "8 nodes of 8 H100", *words)
+    assert code in str(found.value)
+
+
+def test_a_target_that_is_neither_recipe_nor_function_is_refused() -> None:
+    with pytest.raises(PacelineError) as found:
+        run("no.such", "--cluster", "8 H100")
+    assert found.value.code == "PL934"
+
+
+def write_run(folder: Path, recipe: str, rows: list[dict[str, float]]) -> Path:
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(recipe)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_a_run_narrows_the_interval(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = LLAMA + "[layout]\ndp_shard = 8\ndp_replicate = 1\nrecompute = 'block'\n"
+    folder = write_run(tmp_path / "run", recipe, [{"step_s": 20.0, "comm_s": 1.0}] * 20)
+    words = (llama, "--cluster", "8 H100-80", "--layout", "dp_shard=8 dp_replicate=1 recompute=block")
+    assert run(*words, "--calibrate", folder) == 0
+    out = capsys.readouterr().out
+    assert "measured 20.0 s per step" in out
+    assert "Most of the error is in computing" in out
+    (row,) = as_table(capsys, *words, "--calibrate", folder)["fitting"]  # type: ignore[misc]
+    assert row["step_s"] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "words"),
+    [
+        (LLAMA, 4, "1 steps after the first 3"),
+        (LLAMA.replace("layers = 32", "layers = 16"), 20, "its model has"),
+        (LLAMA.replace("seq_len = 4096", "seq_len = 2048"), 20, "samples of 2048 tokens"),
+        (LLAMA.replace('"bf16"', '"fp32"'), 20, "numbers of 4 bytes"),
+        (LLAMA + "[layout]\ndp_shard = 64\ndp_replicate = 1\n", 20, "it had 64 ranks"),
+    ],
+)
+def test_a_run_of_something_else_does_not_calibrate(
+    llama: Path, tmp_path: Path, recipe: str, rows: int, words: str
+) -> None:
+    folder = write_run(tmp_path / "run", recipe, [{"step_s": 1.0}] * rows)
+    with pytest.raises(PacelineError) as found:
+        run(llama, "--cluster", "8 H100", "--calibrate", folder)
+    assert found.value.code == "PL935"
+    assert words in str(found.value)

@@ -1,0 +1,176 @@
+"""The time of a step against closed formulas and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.cluster import Cluster, Processor, Wire, read_cluster
+from paceline.plan.costs import ModelCosts, ModelPart, Product, Transformer, of_transformer
+from paceline.plan.fit import Constants, find_interval, find_quantiles, load_constants, load_fit
+from paceline.plan.memory import Sizes
+from paceline.plan.parameters import Parameter
+from paceline.plan.step import StepModel, _PartTime, _Rank, cut_stages, find_strides
+from paceline.recipe import Layout
+
+PLAIN = Constants(
+    product=1, half_inner=1e-9, attention=1, moved=1, inside=1, between=1, inside_s=0, between_s=0, call_s=0,
+    contention=0, straggle=0,
+)  # fmt: skip
+CHIP = Processor("test", {4: 1e12}, 1.0, 1e11, 1e30, 0.0)
+
+
+def cluster(nodes: int, ranks: int, inside: float = 1e9, between: float = 1e8) -> Cluster:
+    return Cluster(nodes, ranks, CHIP, Wire(0.0, inside), Wire(0.0, between))
+
+
+def costs(num_blocks: int = 4, width: int = 512, **words: object) -> ModelCosts:
+    block = ModelPart(
+        (Product(64, width, width),),
+        input_bytes=4,
+        width_bytes=64 * width * 4,
+        num_sums=2,
+        parameters=(Parameter("w", (width, width), "b", 0),),
+    )
+    return ModelCosts("test", ModelPart(), (block,) * num_blocks, ModelPart(), **words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("degree", "stride"), [(2, 1), (8, 1), (4, 2)])
+def test_collectives_take_the_formulas_of_rings_inside_a_node(degree: int, stride: int) -> None:
+    machine = cluster(1, 8)
+    assert machine.time("all_reduce", 1e9, degree, stride) == pytest.approx(2 * (degree - 1) / degree)
+    assert machine.time("all_gather", 1e9, degree, stride) == pytest.approx((degree - 1) / degree)
+
+
+def test_groups_that_leave_a_node_share_its_links() -> None:
+    machine = cluster(2, 8)  # 0.1 GB/s per rank between nodes, 0.8 GB/s of a node
+    whole = machine.time("all_gather", 1e9, 16, 1)
+    pairs = machine.time("all_gather", 1e9, 2, 8)
+    assert whole == pytest.approx(15 / 16 / 0.8)  # one ring uses all eight links
+    assert pairs == pytest.approx(1 / 2 / 0.1)  # eight rings at once have one each
+
+
+def test_compute_alone_is_operations_over_rate() -> None:
+    model = costs(global_batch=8, microbatch=2, clips=False, sizes=Sizes(num_moments=0))
+    step = StepModel(model, cluster(1, 1), PLAIN).time(Layout(dp_replicate=1))
+    flops = 3 * 8 * 4 * 2 * 64 * 512 * 512
+    fill = 2 * 64 * 512
+    assert step.compute == pytest.approx(flops / 1e12 * (fill + 60 * 128 * 128) / fill, rel=1e-3)
+    assert step.communication == 0
+
+
+def brute_force(computes: list[float], gathers: list[float], sums: list[float], ahead: int) -> float:
+    """Return the end of the later stream, by stepping through events."""
+    num, ends, gathered = len(computes), [math.inf] * len(computes), [math.inf] * len(computes)
+    queue = [("gather", 0)]
+    for place in range(num):
+        queue += [
+            ("gather", k) for k in range(1, num) if k == place + ahead or (place == 0 and 0 < k < ahead)
+        ]
+        queue.append(("sum", place))
+    wire = now = 0.0
+    for place in range(num):
+        for kind, k in [
+            q for q in queue if q[0] == "gather" and gathered[q[1]] == math.inf and q[1] <= place + ahead
+        ]:
+            assert kind == "gather"
+            wire = max(wire, now) + gathers[k]
+            gathered[k] = wire
+        now = max(now, gathered[place]) + computes[place]
+        ends[place] = now
+        if sums[place]:
+            wire = max(wire, now) + sums[place]
+    return max(now, wire)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_two_streams_wait_for_each_other(ahead: int) -> None:
+    for numbers in itertools.product((0.0, 1.0, 3.0), repeat=6):
+        computes, gathers = [1.0, 2.0, *numbers[:1]], list(numbers[1:4])
+        sums = [numbers[4], numbers[5], 1.0]
+        model = costs(3, prefetch=ahead)
+        layout = Layout(dp_replicate=1, dp_shard=2)
+        rank = _Rank(StepModel(model, cluster(1, 2), PLAIN), layout, find_strides(layout), model.blocks)
+        found = rank._expose(computes, gathers, sums)
+        assert found == pytest.approx(brute_force(computes, gathers, sums, ahead) - sum(computes))
+
+
+def test_a_hidden_sum_costs_nothing_and_a_long_one_what_sticks_out() -> None:
+    fast, slow = (
+        StepModel(costs(8, global_batch=64, microbatch=32), cluster(1, 2, inside=rate), PLAIN)
+        for rate in (1e12, 1e9)
+    )
+    layout = Layout(dp_replicate=2)
+    assert fast.time(layout).data < 0.02 * fast.time(layout).total
+    assert slow.time(layout).data > fast.time(layout).data
+
+
+def test_the_bubble_of_equal_stages_is_the_formula() -> None:
+    model = costs(8, global_batch=8, microbatch=1, clips=False, sizes=Sizes(num_moments=0))
+    step = StepModel(model, cluster(1, 4, inside=1e30), PLAIN).time(Layout(pp=4, dp_replicate=1))
+    assert step.bubble / step.compute == pytest.approx(3 / 8, rel=0.02)  # (P - 1) / M over the ideal
+    assert step.bubble / step.total == pytest.approx(3 / 11, rel=0.03)  # (P - 1) / (P - 1 + M) over all
+
+
+def test_a_long_pipeline_is_continued_from_a_short_one() -> None:
+    model = costs(4, microbatch=1)
+    times = [
+        StepModel(replace(model, global_batch=num), cluster(1, 2), PLAIN)
+        .time(Layout(pp=2, dp_replicate=1))
+        .total
+        for num in (16, 17, 18)
+    ]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-6)
+
+
+def test_stages_hold_all_blocks_once() -> None:
+    model = costs(13)
+    for layout in (
+        Layout(pp=4, dp_replicate=1),
+        Layout(pp=3, dp_replicate=1, schedule="interleaved", chunks=2),
+    ):
+        for after in (0.0, 3.0, 20.0):
+            stages = cut_stages(model, layout, after)
+            assert len(stages) == layout.num_stages
+            assert sum(len(stage) for stage in stages) == 13 + 2
+            assert all(any(part.input_bytes for part in stage) for stage in stages)
+
+
+def test_work_adds_up() -> None:
+    assert _PartTime(waits={"tp": 1.0, "cp": 2.0}).wait == 3.0
+
+
+def test_products_of_a_transformer_have_the_known_number_of_operations() -> None:
+    # Narayanan et al. 2021, equation 2, without recompute: 72 B s l h^2 (1 + s / 6 h + V / 12 l h).
+    s, h, layers, vocab = 2048, 4096, 3, 51200
+    sizes = Transformer(layers, h, 32, 32, 4 * h, vocab, s, gated=False, fused=False, causal=False)
+    blocks = {f"b{n}": [Parameter("w", (h, h), f"b{n}")] for n in range(layers)}
+    parts = of_transformer(sizes, {"before": [], **blocks, "after": []})
+    flops = 3 * sum(product.flops for part in parts for product in part.products)
+    assert flops == pytest.approx(72 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h)))
+
+
+def test_quantiles_weigh_groups_equally() -> None:
+    low, high = find_quantiles([0.0] * 90 + [1.0] + [2.0], ["a"] * 90 + ["b"] + ["c"], 0.8)
+    assert (low, high) == (0.0, 2.0)
+
+
+def test_an_interval_is_wider_where_nothing_alike_is_known() -> None:
+    known, unknown = find_interval(1.0, "hardware"), find_interval(1.0, "hardware", ("a new processor",))
+    assert unknown.low_s < known.low_s < 1.2
+    assert unknown.high_s > known.high_s > 0.9
+    assert "a new processor" in unknown.remarks[0]
+    assert find_interval(1.0, "calibrated").high_s < known.high_s * 1.2
+
+
+def test_the_shipped_numbers_are_possible() -> None:
+    fit = load_constants()
+    assert all(
+        0 < share <= 1
+        for share in (fit.product, fit.attention, fit.moved, fit.inside, fit.between, fit.narrow)
+    )
+    assert load_fit()["rows"] > 250
+    assert read_cluster("2 nodes of 8 A100-80", fit.links).between is not None
