@@ -25,8 +25,8 @@ class Record:
     _unsharded_param: Any
 
     def __init__(self) -> None:
-        self.sharded_param = self.sharded_size = self.padded_sharded_param_size = None
-        self.unsharded_accumulated_grad = self._sharded_param_data = None
+        self.sharded_param = self.padded_sharded_param_size = None
+        self.unsharded_accumulated_grad = None
 
 
 def test_one_group_or_several() -> None:
@@ -52,15 +52,15 @@ def test_every_name_is_there() -> None:
 
 @pytest.mark.parametrize(
     "missing",
-    ["FSDPState._fsdp_param_groups", "FSDPParamGroup.fsdp_params", "FSDPParam.sharded_size"],
+    ["FSDPState._fsdp_param_groups", "FSDPParamGroup.fsdp_params", "FSDPParam.sharded_param"],
 )
 def test_a_missing_name_is_refused_with_the_version(missing: str) -> None:
     record = Record()
-    del record.sharded_size
+    del record.sharded_param
     states: dict[str, dict[str, Any]] = {
         "FSDPState._fsdp_param_groups": {},
         "FSDPParamGroup.fsdp_params": {"_fsdp_param_groups": [SimpleNamespace()]},
-        "FSDPParam.sharded_size": {"_fsdp_param_group": build_group(record)},
+        "FSDPParam.sharded_param": {"_fsdp_param_group": build_group(record)},
     }
     module: Any = Module(**states[missing])
     with pytest.raises(PacelineError, match="PL449") as caught:

@@ -130,7 +130,7 @@ def test_types_and_optimizers() -> None:
 
 
 def test_offloading_leaves_what_is_in_use() -> None:
-    plan = plan_memory(BLOCKS, Layout(1, 4, offload="disk"))
+    plan = plan_memory(BLOCKS, Layout(1, 4, offload="cpu"))
     assert plan["at_rest"].on_device == 0
     assert plan["after_forward"].on_device == ROOT
     assert plan["after_step"].offloaded == P

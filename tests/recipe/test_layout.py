@@ -93,7 +93,7 @@ def test_resolve_fills_the_open_degree(world_size: int) -> None:
         ("dp_shard=auto tp=2", 8, "dp_replicate=1 dp_shard=4 tp=2"),
         ("dp_replicate=2 dp_shard=auto zero=2", 4, "dp_replicate=2 dp_shard=2 zero=2"),
         # Nothing is sharded, so there is nothing to select or to move.
-        ("dp_shard=auto zero=2 offload=disk", 1, "dp_replicate=1"),
+        ("dp_shard=auto zero=2 offload=cpu", 1, "dp_replicate=1"),
         ("dp_shard=auto tp=2 zero=1", 2, "dp_replicate=1 tp=2"),
     ],
 )

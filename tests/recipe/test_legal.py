@@ -182,14 +182,11 @@ IMPOSSIBLE = {
     ),
     "zero of nothing": Case(GPT, "dp_replicate=4 zero=2", 4, "PL138", "zero=2", "sharded", "dp_shard=2"),
     "offloading whole copies": Case(
-        GPT, "dp_replicate=2 offload=disk", 2, "PL139", "offload=disk", "shards", "leave offload out"
+        GPT, "dp_replicate=2 offload=cpu", 2, "PL139", "offload=cpu", "shards", "leave offload out"
     ),
     "offloading in one process": Case(GPT, "offload=cpu", 1, "PL139", "offload=cpu", "shards", "dp_shard=2"),
     "from the CPU to the CPU": Case(
-        GPT, "dp_shard=2 offload=cpu", 2, "PL147", "on the CPU", "GPU", "offload=disk", ("train.device=cpu",)
-    ),
-    "a folder for nothing": Case(
-        GPT, "dp_shard=2", 2, "PL146", 'folder="x"', "offload=disk", "folder out", ("shard.offload_folder=x",)
+        GPT, "dp_shard=2 offload=cpu", 2, "PL147", "on the CPU", "GPU", "Leave it out", ("train.device=cpu",)
     ),
     "settings of shards without shards": Case(
         GPT, "dp_replicate=2", 2, "PL140", "shard.prefetch=2", "dp_shard", "leave them", ("shard.prefetch=2",)
@@ -471,7 +468,6 @@ runs = st.builds(
         ShardSection,
         reshard_after_forward=st.sampled_from([True, False, "auto"]),
         param_dtype=st.sampled_from(["none", "bf16"]),
-        offload_folder=st.sampled_from([None, "x"]),
     ),
 )
 layouts = st.builds(

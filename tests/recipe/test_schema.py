@@ -101,7 +101,6 @@ shard = sections(
         "prefetch": st.integers(0, 10),
         "param_dtype": st.sampled_from(["none", "bf16", "fp16"]),
         "reduce_dtype": st.sampled_from(["auto", "fp32"]),
-        "offload_folder": names,
     },
 )
 tables = sections(

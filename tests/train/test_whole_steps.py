@@ -255,20 +255,6 @@ def test_resumes_under_another_layout(ranks: Pool, optimizer: str, tmp_path: Pat
     assert ranks.run(go_on, 2, (optimizer, "dp_shard=2 zero=1", folders[1], 4))[0] == expected
 
 
-def offload(world: Any, optimizer: str, layout: str) -> str:
-    torch.set_num_threads(1)
-    try:
-        return hash_tensors(train("odd", optimizer, layout))
-    except PacelineError as error:
-        return error.code
-
-
-def test_offload_to_disk_steps_the_same_or_refuses(ranks: Pool) -> None:
-    layout = "dp_shard=2 offload=disk"
-    assert ranks.run(offload, 2, ("adafactor", layout))[0] == ranks.run(offload, 1, ("adafactor", ""))[0]
-    assert set(ranks.run(offload, 2, ("keller", layout))) == {"PL466"}
-
-
 def test_a_plain_loop_is_the_truth(world: Any) -> None:
     """torch's Muon and AdamW over the whole batch in a loop without Paceline."""
     model = Odd().double()

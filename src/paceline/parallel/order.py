@@ -206,8 +206,6 @@ def parallelize(
     if construction is not None:
         # Each rank knows its part now: it gets one whole tensor at a time and keeps its part of it.
         _fill(model, construction, placement, device)
-    if shards is not None:
-        shards.offload()  # the values exist now
     if experts is not None:
         experts.complete()
     if layout.dp_shard == 1:

@@ -80,7 +80,6 @@ SETTINGS = (
     ),
     RecipeKey("shard.reshard_after_forward", may_change="memory and speed only"),
     RecipeKey("shard.prefetch", may_change="memory and speed only"),
-    RecipeKey("shard.offload_folder", may_change="where files lie"),
     RecipeKey("loader", may_change="speed only"),
     RecipeKey("checkpoint", may_change="what is kept, not what is computed"),
     RecipeKey("checkpoint.keep", "keep", is_local=True),

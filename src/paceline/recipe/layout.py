@@ -14,7 +14,7 @@ from paceline.recipe.axes import AXES, OPEN, AxisKind, Degrees, list_axes
 # The values of a layout's other words: the only list, which the recipe's [layout] uses too.
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
-Offload = Literal["none", "cpu", "disk"]
+Offload = Literal["none", "cpu"]
 Attending = Literal["heads", "gather", "auto"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
 # Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.

@@ -53,8 +53,8 @@ class LayoutSection(_DegreesSection):
     """Activations that backward recomputes instead of keeping them: `"none"`, `"block"` (all of each block),
     or `"selective"` (all except matrix products and attention)."""
     offload: Offload = Layout.offload
-    """Place in which `dp_shard` keeps parameters and optimizer state between uses: `"none"` (the device),
-    `"cpu"` (the CPU's memory), or `"disk"` (memory-mapped files, see `shard.offload_folder`)."""
+    """Place in which `dp_shard` keeps parameters and optimizer state between uses: `"none"` (the device)
+    or `"cpu"` (the CPU's memory)."""
     cp_by: Attending = Layout.cp_by
     """Way in which ranks of `cp` attend to others' positions: `"heads"` (each has whole sequences of some
     heads; any attention code works), `"gather"` (each gathers keys and values for its own positions; `cp`
@@ -152,9 +152,6 @@ class ShardSection(Section):
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     """Type in which gradients are summed over ranks. `"auto"`: fp32 if `param_dtype` is narrower, otherwise
     the type of the stored parameters."""
-    offload_folder: str | None = None
-    """Folder for the files of `layout.offload = "disk"`; it must be on a disk, not in memory. Default: a new
-    folder under the system's temporary folder. The files are removed at the end of the run."""
 
 
 class DdpSection(Section):

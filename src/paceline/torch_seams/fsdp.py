@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map
@@ -38,10 +37,8 @@ _replace: Any = getattr(_common_utils, "replace_grad_tensors", None)
 # torch sets these on every record, and `_unsharded_param` at the first gather.
 _ATTRIBUTES = (
     "sharded_param",
-    "sharded_size",
     "padded_sharded_param_size",
     "unsharded_accumulated_grad",
-    "_sharded_param_data",
 )
 
 __all__ = [
@@ -57,12 +54,9 @@ __all__ = [
     "gathered",
     "list_groups",
     "list_records",
-    "move_shard",
     "pass_block",
-    "read_local",
     "replace_trained",
     "set_input_hook",
-    "set_local",
     "set_output_hook",
     "unmark",
 ]
@@ -105,25 +99,6 @@ def clear_gradients(record: Any) -> None:
     whole = gathered(record)
     if whole is not None:
         whole.grad = None
-
-
-def move_shard(record: Any, move: Callable[[Tensor], Tensor]) -> None:
-    """Move a rank's part of a parameter, padding included; `move` turns a flat tensor into its copy."""
-    flat = move(record._sharded_param_data)
-    rows = record.sharded_size[0] if record.sharded_size.numel() else 0
-    # Both are views of one storage, padding included, as fully_shard made them.
-    record._sharded_param_data = flat
-    set_local(record.sharded_param, flat.view(record.padded_sharded_param_size).narrow(0, 0, rows))
-
-
-def read_local(tensor: DTensor) -> Tensor:
-    """Return the tensor that a DTensor keeps on this rank, itself and not a view."""
-    return tensor._local_tensor
-
-
-def set_local(tensor: DTensor, local: Tensor) -> None:
-    """Put another tensor in the place of the one that a DTensor keeps on this rank."""
-    tensor._local_tensor = local
 
 
 def act_before_sums(module: FSDPModule, act: Callable[[list[Any], bool], None]) -> None:

@@ -159,21 +159,13 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             for name in ("fsdp_params", "post_backward", "reduce_grads")
         ),
         *(
-            TorchName(f"{_FSDP}._fsdp_param.FSDPParam.{name}", "moves and clears parts", "", _PL449)
+            TorchName(f"{_FSDP}._fsdp_param.FSDPParam.{name}", "finds and clears parts", "", _PL449)
             for name in (
                 "sharded_param",
-                "sharded_size",
                 "padded_sharded_param_size",
                 "unsharded_accumulated_grad",
-                "_sharded_param_data",
                 "_unsharded_param",
             )
-        ),
-        TorchName(
-            "torch.distributed.tensor.DTensor._local_tensor",
-            "moves optimizer state between devices and disk",
-            "to_local gives a view, which cannot be put back",
-            _PL449,
         ),
     ),
     "groups": (

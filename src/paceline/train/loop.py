@@ -145,12 +145,6 @@ class Loop(Training):
                 "In a pipeline no rank has the whole forward, so a loop cannot call backward on its result.",
                 "Use paceline.Trainer(forward=, loss=) for pp, or another axis.",
             )
-        if layout.offload == "disk":
-            raise _trainer_only_error(
-                "layout.offload=disk with paceline.Loop.",
-                "The optimizer's state is on disk, and only Trainer steps one parameter at a time.",
-                "Use paceline.Trainer, or offload=cpu.",
-            )
         if self._is_several:
             check_several(layout)
 

@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Container
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,7 +323,6 @@ class Update:
         self.before_write()
         named = self.model.named_parameters()
         load_optimizer_state_by_name(self.optimizer, named, state, self.placement, is_same=is_same)
-        self.runner.adopt_state(self.optimizer)
 
     def finish(self, work: Work, comm_s: float) -> Updated:
         """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them.
@@ -447,12 +446,8 @@ class Update:
             scale *= min(1.0, self._clip_norm / (norm + CLIP_EPS))
         if scale != 1.0:
             multiply_each(gradients, scale)
-        if self.whole_steps is None:
+        with nullcontext() if self.whole_steps is None else self.whole_steps.plain(self.optimizer):
             self.runner.step(self.optimizer)
-            return
-        with self.whole_steps.plain(self.optimizer):
-            self.runner.step(self.optimizer)
-        self.runner.adopt_state(self.optimizer)  # to disk, what this step has made
 
     def _step_schedule(self, *, was_skipped: bool) -> None:
         """Step the schedule, also after a skipped step: the rate depends on the step's number."""

@@ -45,7 +45,6 @@ class ShardSettings:
     prefetch: int = 1
     param_dtype: Literal["none", "bf16", "fp16"] = "none"
     reduce_dtype: Literal["auto", "fp32"] = "auto"
-    offload_folder: str | None = None
 
 
 @dataclass
@@ -83,7 +82,7 @@ def apply_sharding(
         mesh: one-dimensional, over the ranks that share one copy.
         settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
-        offload: "none", "cpu" or "disk".
+        offload: "none" or "cpu".
         apart: full names of parameters that are not sharded.
 
     Returns:

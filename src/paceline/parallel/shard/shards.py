@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -45,7 +45,6 @@ from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
 from paceline.parallel.compress import Compression
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
-from paceline.parallel.shard.disk import Disk
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
@@ -75,7 +74,7 @@ class Shards:
         mesh: the ranks.
         settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
-        offload: "none", "cpu" or "disk": where the shards and the optimizer's state are kept between uses.
+        offload: "none" or "cpu": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
         apart: full names of parameters that are not sharded, and whose gradients are summed elsewhere.
         compression: of the gradients; `None` without.
@@ -119,7 +118,6 @@ class Shards:
         self._rounds = StepProgress()
         self._is_in_round = False
         self._hooked: set[int] = set()  # ids of torch's records
-        self._disk = Disk(settings.offload_folder) if offload == "disk" else None
         self.units = apply_sharding(
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
@@ -153,7 +151,6 @@ class Shards:
         # Runs after torch's own hook, which gathers the model's own parameters and at first reads all.
         model.register_forward_pre_hook(lambda *_: self._begin_forward(held, blocks))
         model.register_forward_hook(self._reshard_without_backward)
-        self.offload()
         log.info(
             "shard: fully_shard over dp_shard=%d, zero=%d, %d blocks and the rest, %s reduction",
             mesh.dp_shard.size,
@@ -328,30 +325,9 @@ class Shards:
         found = [gathered(record) for unit in self.units for record in list_records(unit.module)]
         return [each for each in found if each is not None]
 
-    def offload(self) -> None:
-        """Move the shards to disk if `offload` asks for it; call it again once a model on meta is filled."""
-        if self._disk is not None and not any(p.is_meta for p in self._model.parameters()):
-            self._disk.move_parameters(self.units)
-
-    def offload_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move an optimizer's state to disk if `offload` asks for it; after loading a checkpoint."""
-        if self._disk is not None:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._disk.move_state(optimizer, parameter)
-
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step.
-
-        With offload to disk it runs one parameter at a time, so that its state needs no room in memory. That
-        does not suit optimizers that use all parameters at once (LBFGS).
-        """
-        if self._disk is not None:
-            self._disk.step(optimizer)
-        elif self._has_plain:
-            with split_groups(optimizer):
-                optimizer.step()
-        else:
+        """Run the optimizer's step."""
+        with split_groups(optimizer) if self._has_plain else nullcontext():
             optimizer.step()
 
     def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,7 +8,6 @@ from paceline.finding import Finding
 from paceline.recipe.axes import list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import CHOICES, Layout
-from paceline.recipe.rules.shards import FOLDER
 from paceline.recipe.rules.words import list_changed
 
 
@@ -71,7 +70,7 @@ def experts_are_repeated(model: ModelFacts, _: RunFacts, layout: Layout) -> Iter
 def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield communication settings on one process: they have no effect, and are not refused, so that a recipe
     for a cluster runs on a laptop."""
-    changed = ", ".join(filter(None, (list_changed(run.ddp), list_changed(run.shard, besides=FOLDER))))
+    changed = ", ".join(filter(None, (list_changed(run.ddp), list_changed(run.shard))))
     if layout.num_ranks == 1 and changed:
         yield Finding(
             "PL152",

@@ -9,9 +9,6 @@ from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
 from paceline.recipe.rules.words import largest_divisor, list_changed
 
-# The one key of [shard] with a rule of its own.
-FOLDER = frozenset({"offload_folder"})
-
 
 def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield `zero` without shards: it selects what `dp_shard` shards."""
@@ -41,15 +38,7 @@ def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "layout.offload",
             "layout.offload=cpu on the CPU.",
             "It moves state from GPU memory to CPU memory, where it already is.",
-            "Use offload=disk, or leave it out.",
-        )
-    if layout.offload != "disk" and run.shard.offload_folder is not None:
-        yield Finding(
-            "PL146",
-            "shard.offload_folder",
-            f'shard.offload_folder="{run.shard.offload_folder}" with layout.offload={layout.offload}.',
-            "The folder is only used for the files of offload=disk.",
-            "Set offload=disk, or leave the folder out.",
+            "Leave it out.",
         )
 
 
@@ -82,7 +71,7 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
     """Yield [shard] settings without shards, or in conflict with `zero` or the run's type."""
     shard = run.shard
     if layout.dp_shard == 1:
-        changed = list_changed(shard, besides=FOLDER)
+        changed = list_changed(shard)
         if changed and layout.num_ranks > 1:
             yield Finding(
                 "PL140",

@@ -176,10 +176,6 @@ class Runner(ABC):
         """Run the optimizer's step."""
         optimizer.step()
 
-    @abstractmethod
-    def adopt_state(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state, loaded from a checkpoint, to where the layout keeps it."""
-
     def agree_on_used(self) -> list[bool]:
         """Return, by trained parameter, whether any rank has used it; collective over the world.
 

@@ -63,9 +63,6 @@ class ShardedRunner(Runner):
     def step(self, optimizer: Optimizer) -> None:
         self._shards.step(optimizer)
 
-    def adopt_state(self, optimizer: Optimizer) -> None:
-        self._shards.offload_state(optimizer)
-
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()

@@ -146,9 +146,6 @@ class StagedRunner(StagedForwards):
         with split_groups(optimizer):
             optimizer.step()
 
-    def adopt_state(self, optimizer: Optimizer) -> None:
-        """Do nothing: the state already is on its device."""
-
     def close(self) -> None:
         if self._experts is not None:
             self._experts.close()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.mesh import Mesh
 from paceline.parallel.compress import Compression
@@ -72,9 +71,6 @@ class WholeRunner(Runner):
 
     def silenced(self) -> AbstractContextManager[None]:
         return nullcontext() if self._replica is None else self._replica.silenced()
-
-    def adopt_state(self, optimizer: Optimizer) -> None:
-        """Do nothing: the state already is on its device."""
 
     def agree_on_used(self) -> list[bool]:
         left_out = {id(parameter) for parameter in self._left_out}
