@@ -112,11 +112,8 @@ def test_gradient_as_bucket_view_saves_a_copy(ranks: Pool) -> None:
 @pytest.mark.parametrize(
     "ddp",
     [
-        {"static_graph": True},
-        {"static_graph": True, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
         {"find_unused_parameters": True},
         {"find_unused_parameters": True, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
-        {"broadcast_buffers": True},
     ],
     ids=lambda ddp: "+".join(f"{key}={value}" for key, value in ddp.items()),
 )
@@ -131,37 +128,7 @@ def test_settings_change_speed_alone(
             assert_same_run(one_process[size], results[0][number], losses=1e-12, tensors=1e-12)
 
 
-# ---- broadcast_buffers
-
-
-class Counting(nn.Module):
-    """Has a buffer that every forward changes, which nobody merges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(12, 3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += x.sum().detach()
-        return self.linear(x)
-
-
-def train_counting(world: Any, broadcast: bool) -> float:
-    trainer = build_trainer(Counting(), ddp={"broadcast_buffers": broadcast})
-    for share in trainer.loader(data(12), global_batch_size=4, shuffle=False):
-        trainer.step(share)
-    return trainer.model.seen.item()
-
-
-def test_broadcast_buffers_copies_rank_0s(ranks: Pool) -> None:
-    sums = data(12).tensors[0].double().sum(1).view(3, 2, 2).sum(2)  # per step and rank
-    own = ranks.run(train_counting, args=(False,))
-    assert own == pytest.approx([sums[:, 0].sum().item(), sums[:, 1].sum().item()])
-    copied = ranks.run(train_counting, args=(True,))
-    begin = sums[:2, 0].sum().item()  # rank 0's, at the last step's beginning
-    assert copied == pytest.approx([begin + sums[2, 0].item(), begin + sums[2, 1].item()])
+# ---- buffers
 
 
 class Buffers(nn.Module):
@@ -287,16 +254,6 @@ def test_unused_parameters_are_left_alone_as_in_one_process(
     # No gradient, hence no weight decay either.
     first = Branches().double().state_dict()["branches.3.weight"]
     assert torch.equal(results[0].tensors["model.branches.3.weight"], first)
-
-
-def test_an_unused_parameter_of_a_static_graph_is_named(ranks: Pool) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks.run(train_branches, args=({"static_graph": True},))
-    errors = list(caught.value.causes.values())
-    assert {error.code for error in errors if isinstance(error, PacelineError)} == {"PL421"}
-    text = str(next(error for error in errors if isinstance(error, PacelineError)))
-    assert "branches.3.weight" in text
-    assert "Leave ddp.static_graph out" in text
 
 
 class OneRank(nn.Module):

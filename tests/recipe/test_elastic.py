@@ -78,15 +78,16 @@ def test_idle_ranks_are_a_remark() -> None:
 
 def test_settings_wait_for_a_layout_that_uses_them() -> None:
     asked = parse_recipe(
-        GPT, [TWO, "shard.prefetch=0", "layout.tp=4", "layout.dp_replicate=2", "ddp.static_graph=true"]
+        GPT,
+        [TWO, "shard.prefetch=0", "layout.tp=4", "layout.dp_replicate=2", "ddp.find_unused_parameters=true"],
     )
     on_two, on_four, on_eight = (settle_recipe(asked, ranks) for ranks in (2, 4, 8))
     assert on_two.recipe.shard == ShardSection()
     assert on_four.recipe.shard.prefetch == 0
-    assert not on_four.recipe.ddp.static_graph
-    assert on_eight.recipe.ddp.static_graph
+    assert not on_four.recipe.ddp.find_unused_parameters
+    assert on_eight.recipe.ddp.find_unused_parameters
     waiting = [remark.saw for remark in on_two.remarks if remark.code == "PL152"]
-    assert waiting == ["ddp.static_graph=true, shard.prefetch=0 with layout dp_replicate=1 tp=2."]
+    assert waiting == ["ddp.find_unused_parameters=true, shard.prefetch=0 with layout dp_replicate=1 tp=2."]
 
 
 def test_settings_of_shards_wait_for_ranks() -> None:

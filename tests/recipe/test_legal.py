@@ -147,15 +147,15 @@ IMPOSSIBLE = {
         "dtype",
         ("shard.param_dtype=bf16", "train.dtype=bf16", "train.reduction=fast"),
     ),
-    "experts of a static graph": Case(
+    "experts of a searched graph": Case(
         MOE,
         "dp_replicate=2 ep=2",
         2,
         "PL656",
-        "ddp.static_graph=true",
+        "ddp.find_unused_parameters=true",
         "wait",
         "ep=1",
-        ("ddp.static_graph=true",),
+        ("ddp.find_unused_parameters=true",),
     ),
     "compiled experts": Case(
         MOE,
@@ -252,7 +252,14 @@ IMPOSSIBLE = {
         ("ddp.bucket_cap_mb=1.0",),
     ),
     "a static graph of tp alone": Case(
-        GPT, "tp=2", 2, "PL141", "dp_replicate=1 layout.tp=2", "above 1", "out", ("ddp.static_graph=true",)
+        GPT,
+        "tp=2",
+        2,
+        "PL141",
+        "dp_replicate=1 layout.tp=2",
+        "above 1",
+        "out",
+        ("ddp.find_unused_parameters=true",),
     ),
     "more shards than rows": Case(
         RESNET, "dp_shard=128", 128, "PL144", "more than 64 rows", "hold nothing", "dp_shard=64"
@@ -389,7 +396,7 @@ REMARKS = {
     "settings for many": (
         GPT,
         "",
-        ("ddp.static_graph=true", "shard.prefetch=0"),
+        ("ddp.find_unused_parameters=true", "shard.prefetch=0"),
         "PL152",
         "shard.prefetch=0",
     ),
@@ -463,7 +470,7 @@ runs = st.builds(
     num_microbatches=maybe,
     sync_batchnorm=st.booleans(),
     has_comm_hook=st.booleans(),
-    ddp=st.builds(DdpSection, static_graph=st.booleans()),
+    ddp=st.builds(DdpSection, find_unused_parameters=st.booleans()),
     shard=st.builds(
         ShardSection,
         reshard_after_forward=st.sampled_from([True, False, "auto"]),

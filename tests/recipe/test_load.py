@@ -301,12 +301,6 @@ ONE_PROBLEM = {
         "optimizer.nesterov=true",
         "momentum=0.9",
     ),
-    "static graph": (
-        small(ddp={"static_graph": True, "find_unused_parameters": True}),
-        "PL115",
-        "ddp.static_graph=true",
-        "one of them",
-    ),
     "model and data": (
         small(data={"kind": "digits"}),
         "PL116",
@@ -330,7 +324,7 @@ def test_one_problem(table: dict[str, Any], code: str, saw: str, fix: str) -> No
 def test_all_problems_in_one_go_and_in_the_order_of_the_file() -> None:
     table = {
         "optimizer": {"warmup_steps": 11, "betas": [0.9]},
-        "ddp": {"static_graph": True, "find_unused_parameters": True},
+        "ddp": {"bucket_cap_mb": -1.0},
         "train": {"steps": 10, "microbatch_size": 17, "clip_norm": -1.0},
         "extra": {},
         "model": {"kind": "gpt", "layers": 0, "heads": 3},
@@ -340,7 +334,7 @@ def test_all_problems_in_one_go_and_in_the_order_of_the_file() -> None:
     assert found == [
         ("PL117", "optimizer.warmup_steps=11"),
         ("PL101", "optimizer.betas=[0.9]."),
-        ("PL115", "ddp.static_graph=true"),
+        ("PL101", "ddp.bucket_cap_mb=-1.0."),
         ("PL108", "train.microbatch_size=17"),
         ("PL101", "train.clip_norm=-1.0."),
         ("PL100", "unknown"),

@@ -100,16 +100,6 @@ def test_running_statistics_travel_in_the_same_vector(ranks: Pool) -> None:
             assert [name for name, _ in gradients] == ["all_reduce"]
 
 
-def test_broadcast_buffers_is_what_asks_for_more(ranks: Pool) -> None:
-    settings = {"ddp": {"broadcast_buffers": True}}
-    for steps in ranks.run(batchnorm_steps, args=(settings,), env=RECORD):
-        for *buffers, agreement, gradients in steps:
-            assert buffers
-            assert agreement == agreement_of(2, 4 * (PER_MICROBATCH + PER_BATCHNORM))
-            assert {name for name, _ in buffers} == {"broadcast"}
-            assert gradients[0] == "all_reduce"
-
-
 def test_finding_unused_parameters_costs_a_map_of_them(ranks: Pool) -> None:
     settings, num_tensors = {"ddp": {"find_unused_parameters": True}}, 6
     for steps in ranks.run(collectives_of_a_step, args=(8, 4, settings), env=RECORD):

@@ -85,16 +85,17 @@ def corrupt(world: Any, what: str, bit: int, odd_rank: int, settings: dict[str, 
             flip(trainer._updates["model"].optimizer.state[parameter][what], bit)
 
     if what == "gradient":
-        wait = Replica.check_reduced
+        reduce = Replica._reduce
 
-        def check_reduced(replica: Replica) -> None:
-            wait(replica)
+        def flip_reduced(replica: Replica, *args: Any) -> float:
+            waited_s = reduce(replica, *args)
             parameter = trainer.model.get_parameter("3.weight")
             if trainer.step_number == AT and world.rank == odd_rank and parameter.grad is not None:
                 flip(parameter.grad, bit)
+            return waited_s
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Replica, "check_reduced", check_reduced)
+            patch.setattr(Replica, "_reduce", flip_reduced)
             return end_of(trainer)
     return end_of(trainer, before_step)
 

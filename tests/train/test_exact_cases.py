@@ -123,7 +123,7 @@ def train_two(world: Any) -> Trained:
         },
         microbatch_size=MICROBATCH,
         reduction="exact",
-        ddp={"bucket_cap_mb": 0.0003, "static_graph": True},
+        ddp={"bucket_cap_mb": 0.0003},
     )
     return take_steps(trainer, trainer.loader(Data(), global_batch_size=GLOBAL_BATCH, epochs=3))
 

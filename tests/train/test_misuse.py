@@ -97,11 +97,6 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "unknown dtype": ("PL401", lambda: build(dtype="half"), "dtype='half'. A training dtype is one of fp64"),
     "unknown ddp key": ("PL100", lambda: build(ddp={"bucket_cap": 1}), "unknown key ddp.bucket_cap"),
     "ddp value": ("PL101", lambda: build(ddp={"bucket_cap_mb": -1}), "ddp.bucket_cap_mb=-1"),
-    "ddp rule": (
-        "PL115",
-        lambda: build(ddp={"static_graph": True, "find_unused_parameters": True}),
-        "ddp.static_graph=true with ddp.find_unused_parameters=true",
-    ),
     "layout of another world": ("PL113", lambda: build(layout="dp_replicate=2"), "there are 1 ranks"),
     "layout not understood": ("PL110", lambda: build(layout="data=2"), "layout has 'data=2'"),
     "experts of a model without any": ("PL653", lambda: build(layout="ep=2"), "layout.ep=2"),

@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
-    "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),
+    "settings of DDP": ({"ddp": {"find_unused_parameters": True}}, "PL141", "find_unused"),
     "another number of ranks": ({"layout": "pp=3"}, "PL113", "pp=3"),
 }
 

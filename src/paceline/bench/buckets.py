@@ -3,9 +3,6 @@
 Every size has a trainer of its own in the same processes: the same model, batches and threads. They take
 turns in blocks, forwards and backwards through the list, so that a machine that slows down affects all. Each
 block is compared with the neighbouring block of the recipe's own size.
-
-One more trainer searches the graph of each step for unused parameters. If every step used the same ones,
-torch calls the graph static, and `ddp.static_graph` is allowed.
 """
 
 from __future__ import annotations
@@ -25,8 +22,6 @@ from paceline.train.run import build_trainer
 from paceline.train.trainer import Trainer
 
 DEFAULT_SIZES = (1.0, 5.0, 10.0, 25.0, 50.0, 100.0)
-# Steps in which the graph is compared.
-_GRAPH_STEPS = 8
 _MIB = 1 << 20
 
 
@@ -54,8 +49,6 @@ class Buckets:
         own_mib: the recipe's own size.
         best_mib: the size with the smallest median ratio.
         is_better: whether the interval of its ratio ends below 1.
-        is_static: whether torch found that every step uses the same parameters, on every rank.
-        num_graph_steps: steps in which that was looked at.
         num_ranks: how many.
         reduction: `"fast"` or `"exact"`.
         num_parameters: of the model.
@@ -73,8 +66,6 @@ class Buckets:
     own_mib: float
     best_mib: float
     is_better: bool
-    is_static: bool
-    num_graph_steps: int
     num_ranks: int
     reduction: str
     num_parameters: int
@@ -152,7 +143,6 @@ class _BucketTimes:
     """The seconds of a step on one rank, the mean of each block, by size."""
 
     block_s: dict[float, list[float]]
-    is_static: bool
     device: str
     num_parameters: int
     gradient_bytes: int
@@ -169,28 +159,19 @@ def _run(recipe: Recipe, sizes: list[float], steps: int, repeats: int) -> _Bucke
             size: bench.trainer if size == own else build_trainer(_with_size(recipe, size), data, num_steps)
             for size in keep_distinct(sizes, own, gradient_bytes)
         }
-        searching = _with_size(recipe, own, searches=True)
-        is_static = _find_static(bench, build_trainer(searching, data, num_steps))
         block_s: dict[float, list[float]] = {size: [] for size in trainers}
         for trainer in trainers.values():
             _run_block(bench, trainer, NUM_WARM_UP)
         for number in range(repeats):
             for size in trainers if number % 2 == 0 else reversed(trainers):
                 block_s[size].append(_run_block(bench, trainers[size], steps))
-        return _BucketTimes(block_s, is_static, bench.world.device.type, bench.num_parameters, gradient_bytes)
+        return _BucketTimes(block_s, bench.world.device.type, bench.num_parameters, gradient_bytes)
 
 
 def keep_distinct(sizes: Sequence[float], own: float, gradient_bytes: int) -> list[float]:
     """Return the sizes, and of those that hold all gradients the smallest and the recipe's own."""
     whole = [size for size in sizes if size * _MIB >= gradient_bytes]
     return [size for size in sizes if size not in whole[1:] or size == own]
-
-
-def _find_static(bench: Bench, trainer: Trainer) -> bool:
-    """Return whether all steps of a trainer that searches for unused parameters had the same graph."""
-    for _ in range(_GRAPH_STEPS):
-        trainer.step(next(bench.shares))
-    return trainer.is_graph_static()
 
 
 def _run_block(bench: Bench, trainer: Trainer, steps: int) -> float:
@@ -203,11 +184,8 @@ def _run_block(bench: Bench, trainer: Trainer, steps: int) -> float:
     return (time.perf_counter() - start_s) / steps
 
 
-def _with_size(recipe: Recipe, size: float, *, searches: bool = False) -> Recipe:
-    changed: dict[str, object] = {"bucket_cap_mb": size}
-    if searches:
-        changed |= {"find_unused_parameters": True, "static_graph": False}
-    return recipe.model_copy(update={"ddp": recipe.ddp.model_copy(update=changed)})
+def _with_size(recipe: Recipe, size: float) -> Recipe:
+    return recipe.model_copy(update={"ddp": recipe.ddp.model_copy(update={"bucket_cap_mb": size})})
 
 
 def _summarise(found: list[_BucketTimes], recipe: Recipe, steps: int) -> Buckets:
@@ -231,8 +209,6 @@ def _summarise(found: list[_BucketTimes], recipe: Recipe, steps: int) -> Buckets
         own_mib=own,
         best_mib=best.mib,
         is_better=best.ratio.high < 1,
-        is_static=all(times.is_static for times in found),
-        num_graph_steps=_GRAPH_STEPS,
         num_ranks=len(found),
         reduction=recipe.train.reduction,
         num_parameters=first.num_parameters,

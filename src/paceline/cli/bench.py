@@ -59,7 +59,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "buckets",
         "the best size for the buckets in which gradients are summed",
         "Blocks of steps with buckets of several sizes alternate in one run. Each size is compared with the "
-        "recipe's ddp.bucket_cap_mb. Also reports whether ddp.static_graph is allowed.",
+        "recipe's ddp.bucket_cap_mb.",
         steps=5,
         repeats=10,
     )

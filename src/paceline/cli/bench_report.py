@@ -55,7 +55,7 @@ def describe_overhead(overhead: Overhead) -> str:
 
 
 def describe_buckets(found: Buckets) -> str:
-    """Return a table of the sizes, the best one, and whether the graph is static."""
+    """Return a table of the sizes, and the best one."""
     confidence = found.sizes[0].step_s.confidence
     conditions = _describe_pairs(
         f"buckets, {found.reduction} reduction", found, confidence, "blocks per size"
@@ -77,14 +77,8 @@ def describe_buckets(found: Buckets) -> str:
         if found.is_better
         else f"no size is faster than {found.own_mib:g} MiB beyond the noise"
     )
-    graph = (
-        f"static graph: in {found.num_graph_steps} steps every rank used the same parameters; "
-        "ddp.static_graph = true is allowed if all steps do"
-        if found.is_static
-        else "static graph: steps differ in the parameters that they use; leave ddp.static_graph out"
-    )
     rows = "\n".join(map(str.rstrip, format_rows(table).splitlines()))
-    return "\n\n".join([conditions, rows, f"{verdict}\n{graph}"])
+    return "\n\n".join([conditions, rows, verdict])
 
 
 def _describe_pairs(

@@ -42,8 +42,6 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.sums.buckets import BucketSums, complete_future
-from paceline.phrases import name_some
-from paceline.torch_seams.groups import is_graph_static
 from paceline.torch_seams.modules import hide_from_ddp
 from paceline.torch_seams.tensors import read_version
 
@@ -110,9 +108,7 @@ class ReplicaSettings:
     """
 
     bucket_cap_mb: float = 25.0
-    static_graph: bool = False
     find_unused_parameters: bool = False
-    broadcast_buffers: bool = False
     gradient_as_bucket_view: bool = True
 
 
@@ -171,10 +167,8 @@ class Replica:
         self.last_bucket_launched = False
         self.left_out: list[Tensor] = []
         self.trained = self._loss_module.trained
-        # With a static graph DDP expects every step to use what the first one used; with a search for unused
-        # parameters it completes buckets itself.
-        self._broadcasts = settings.broadcast_buffers
-        self._completes = not settings.static_graph and not settings.find_unused_parameters
+        # With a search for unused parameters DDP completes buckets itself.
+        self._completes = not settings.find_unused_parameters
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
         self._is_showing = False
@@ -190,14 +184,12 @@ class Replica:
             bucket_cap_mb=settings.bucket_cap_mb,
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            static_graph=settings.static_graph,
             init_sync=False,
         )
         # A lambda, because DDP compares annotations with types, and here they are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
-            for _ in range(2 if settings.static_graph else 1):
-                self._show_graph()
+            self._show_graph()
         if apart:
             # DDP's next forward waits for all ranks, to order its buckets. In a step, ranks may wait for each
             # other inside of that forward.
@@ -209,16 +201,6 @@ class Replica:
     def gradient_scale(self) -> float:
         """The factor that turns a reduced gradient into the sum over the ranks."""
         return 1.0 if self._averaging_hook is None else float(self.num_ranks)
-
-    @property
-    def is_graph_static(self) -> bool:
-        """Whether all steps so far used the same parameters; known only with `find_unused_parameters`."""
-        return is_graph_static(self._ddp)
-
-    def begin(self) -> None:
-        """Start a step: copy the first rank's buffers to all, if `broadcast_buffers` asks for it."""
-        if self._broadcasts and not self.silent:
-            broadcast_tensors(list(self._loss_module.buffers()), self.group)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -273,35 +255,12 @@ class Replica:
         if missing:
             _zero_loss(missing, -0.0).backward()  # type: ignore[no-untyped-call]
 
-    def check_reduced(self) -> None:
-        """Raise unless every bucket was reduced; called after a synchronising backward.
-
-        Raises:
-            PacelineError: PL421, with the parameters that got no gradient. DDP itself detects this only at
-                the next forward, after the step was taken with unreduced gradients.
-        """
-        if self.last_bucket_launched:
-            return
-        named = self._loss_module.model.named_parameters()
-        unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        shown = name_some(unused, 8)
-        raise PacelineError(
-            "PL421",
-            saw=f"{len(unused)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
-            rule="Ranks sum gradients bucket by bucket, and a bucket waits for all of its parameters.",
-            fix="Leave ddp.static_graph out, or set requires_grad=False on parameters that the loss does not "
-            "use.",
-        )
-
     def _show_graph(self) -> None:
         """Run one backward of zeros, in which every parameter is used once, the last one first.
 
-        DDP assigns parameters to buckets again after the first backward (with a static graph, the second).
-        Without this backward, the first step of a start would be reduced in other buckets than the same step
-        of an uninterrupted run. On three and more ranks sums in a ring would then have other last bits.
-
-        With a static graph DDP also takes the first backward for the graph of all steps, and counts gradients
-        under `no_sync` too: a first step of several microbatches would fail inside torch.
+        DDP assigns parameters to buckets again after the first backward. Without this backward, the first
+        step of a start would be reduced in other buckets than the same step of an uninterrupted run. On three
+        and more ranks sums in a ring would then have other last bits.
         """
         self._is_showing = True
         self.send()

@@ -159,24 +159,8 @@ class DdpSection(Section):
 
     bucket_cap_mb: PositiveFloat = 25.0
     """Size in MiB of the buckets in which gradients are reduced."""
-    static_graph: bool = False
-    """Promise that every step uses the same parameters in the same way, so that DDP can skip searches."""
     find_unused_parameters: bool = False
     """Search the graph of every step for parameters without a gradient, so that their sums start during
     backward and not after it. Steps may leave parameters unused without this setting too."""
-    broadcast_buffers: bool = False
-    """Copy rank 0's buffers to all ranks once per step. BatchNorm's running statistics are
-    merged over all microbatches in any case and do not need it."""
     gradient_as_bucket_view: bool = True
     """Let gradients be views of the buckets, which saves a copy of them."""
-
-    @model_validator(mode="after")
-    def _check(self) -> DdpSection:
-        if self.static_graph and self.find_unused_parameters:
-            raise broken_rule(
-                "PL115",
-                "ddp.static_graph=true with ddp.find_unused_parameters=true.",
-                "With a static graph, DDP does not search for unused parameters.",
-                "Set one of them.",
-            )
-        return self

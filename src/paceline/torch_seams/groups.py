@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.torch_seams.check import require, set_existing
 
@@ -30,12 +29,3 @@ def find_store() -> Store:
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the axes of a mesh as one axis. Collective over all ranks the first time."""
     return mesh._flatten(name)
-
-
-def is_graph_static(ddp: DistributedDataParallel) -> bool:
-    """Return whether all steps so far used the same parameters; known only with `find_unused_parameters`.
-
-    It is what `can_set_static_graph` of DDP's logging data is made of, which torch fills in only when DDP is
-    freed.
-    """
-    return bool(ddp.reducer._ddp_graph_static())  # type: ignore[attr-defined]  # not in torch's stubs

@@ -179,11 +179,6 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "torch.distributed.device_mesh.DeviceMesh._flatten",
             "sums over several axes at once by one group",
         ),
-        TorchName(
-            "torch.distributed.Reducer._ddp_graph_static",
-            "bench buckets reports whether ddp.static_graph is allowed",
-            "can_set_static_graph of DDP's logging data is not there before DDP is freed",
-        ),
     ),
     "loader": (
         TorchName(

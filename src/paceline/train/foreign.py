@@ -66,7 +66,7 @@ _WORDS = (
     ("trainer.evaluate(loader, metrics={...})", "compute_metrics metrics eval_steps val_check_interval"),
     (
         'ddp={"find_unused_parameters": True, ...}',
-        "find_unused_parameters bucket_cap_mb static_graph gradient_as_bucket_view broadcast_buffers",
+        "find_unused_parameters bucket_cap_mb gradient_as_bucket_view",
     ),
     (
         'layout="... recompute=block"',

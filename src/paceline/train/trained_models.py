@@ -133,13 +133,6 @@ class TrainedModels:
         placement = self._updates[model].placement
         return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
 
-    def is_graph_static(self, model: str = "model") -> bool:
-        """Return whether every step so far used the same parameters, so that `ddp.static_graph` is allowed.
-
-        It is known, and else false, under `dp_replicate` alone with `ddp.find_unused_parameters`.
-        """
-        return self._updates[model].runner.is_graph_static
-
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
         """Call `hook({name: gradient})` in every step after reduction, before clipping.
 

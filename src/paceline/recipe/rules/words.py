@@ -43,7 +43,7 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def list_changed(section: BaseModel, besides: frozenset[str] = frozenset()) -> str:
-    """Return the keys of a section that are not at their defaults, as `ddp.static_graph=true, ...`."""
+    """Return the keys of a section that are not at their defaults, as `shard.prefetch=2, ...`."""
     name = type(section).__name__.removesuffix("Section").lower()
     default: Any = type(section)()
     changed = {

@@ -155,11 +155,6 @@ class Runner(ABC):
         return None
 
     @property
-    def is_graph_static(self) -> bool:
-        """Whether replicas used the same parameters in all steps, as far as DDP has looked at it."""
-        return False
-
-    @property
     def compression(self) -> Compression | None:
         """The compression of the gradients on this rank, or `None`."""
         return None

@@ -62,10 +62,6 @@ class WholeRunner(Runner):
         return None if self._replica is None else self._replica.hook_state
 
     @property
-    def is_graph_static(self) -> bool:
-        return self._replica is not None and self._replica.is_graph_static
-
-    @property
     def compression(self) -> Compression | None:
         return None if self._exact is None else self._exact.ranks.compression
 
@@ -88,8 +84,6 @@ class WholeRunner(Runner):
         """Yield the rank's own microbatches; the backward of the last one sums gradients over replicas."""
         share = work.share
         sums = self.is_talking and self._replica is not None
-        if self._replica is not None:
-            self._replica.begin()
         if self._exact is not None:
             self._exact.begin(share.num_owned)
         is_reduced = False
@@ -104,9 +98,6 @@ class WholeRunner(Runner):
             self.waited_s += self._sum_over_ranks(work, None)
         if not work.launch.is_done:
             work.launch.now()
-        if sums and self.used is None:
-            assert self._replica is not None
-            self._replica.check_reduced()
         if self._exact is not None:
             self._exact.end(reduced=sums)
 
