@@ -212,7 +212,7 @@ EXPECTED: dict[str, Expected] = {
         "cp=2 cp_by=gather",
         "PL701",
         "layers.0.self_attn",
-        ["before layers.0.self_attn.o_proj", "positions 8 to 31 of 32"],
+        ["before layers.0.self_attn.o_proj", "24 of 32 positions"],
     ),
     "causal_rows_of_another_rank": Expected(
         "gpt", "cp=2 cp_by=gather", "PL701", "layers.0.self_attn", ["o_proj", "Masks and positions"]

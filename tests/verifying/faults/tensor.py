@@ -186,7 +186,7 @@ def residual_masks_differ() -> Iterator[None]:
 
     def draw(self: Masks, key: str, *args: Any) -> Tensor:
         mask = right(self, key, *args)
-        return mask if _look_up(self.splits, key, ()) or dist.get_rank() == 0 else mask.roll(1, -1)
+        return mask if _look_up(self.splits, key) or dist.get_rank() == 0 else mask.roll(1, -1)
 
     with mock.patch.object(Masks, "draw", draw):
         yield
