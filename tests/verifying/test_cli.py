@@ -176,3 +176,40 @@ def test_a_compressed_recipe_is_verified_in_its_own_type(
     [remark] = table["remarks"]
     assert remark["code"] == "PL732"
     assert 'compress.kind="int8" in 2 slots' in remark["saw"]
+
+
+OWN = str(Path(__file__).parent / "own_loop.py")
+
+
+def test_the_model_and_loss_of_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{OWN}:check", "--layout", "tp=2", "--steps", "1"]) == 0
+    assert "1 layout: 1 the same as one process" in capsys.readouterr().out
+    assert main(["verify", f"{OWN}:faulty", "--layout", "dp_replicate=2", "--steps", "1"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "said"),
+    [
+        ("without_model", ["--layout", "tp=2"], "no model_fn"),
+        ("with_layouts", ["--layout", "tp=2"], "returned layouts"),
+        ("three", ["--layout", "tp=2"], "returned a int"),
+        ("nothing", ["--layout", "tp=2"], "no function nothing"),
+        ("check", ["--all", "--nproc", "2"], "--all"),
+        ("check", ["--set", "train.steps=2", "--layout", "tp=2"], "--set"),
+        ("check", [], "no layout"),
+    ],
+)
+def test_functions_that_describe_nothing(
+    capsys: pytest.CaptureFixture[str], function: str, words: list[str], said: str
+) -> None:
+    assert main(["verify", f"{OWN}:{function}", *words]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "[PL720]" in printed
+
+
+@pytest.mark.parametrize("source", ["no_such_module:check", "no_such_file.py:check"])
+def test_files_that_cannot_be_imported(capsys: pytest.CaptureFixture[str], source: str) -> None:
+    assert main(["verify", source, "--layout", "tp=2"]) == 2
+    assert "cannot be imported" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.cli.verify_report import Asked
@@ -14,15 +14,16 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
-    from paceline.verifying.check import LayoutResult
+    from paceline.verifying.check import LayoutResult, Verified
+    from paceline.verifying.subject import UserSubject
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
 
 _DESCRIPTION = """
-Trains a recipe for a few steps in one process, and under each layout on ranks of this machine, on the same
-global batches. Compares initial weights, loss, every gradient, the global norm, buffers, weights after each
-step and the optimizer's state; where something differs, says where it comes from. Exit code 1 where a layout
-differs.
+Trains a recipe, or a model of your own, for a few steps in one process, and under each layout on ranks of
+this machine, on the same global batches. Compares initial weights, loss, every gradient, the global norm,
+buffers, weights after each step and the optimizer's state; where something differs, says where it comes from.
+Exit code 1 where a layout differs.
 """
 
 
@@ -31,7 +32,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "verify", help="compare layouts with one process, and locate differences", description=_DESCRIPTION
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE|FILE.py:FUNCTION",
+        help="path of a recipe's .toml file; or a function that returns a dict of model_fn, batch_fn and "
+        "loss, as paceline.verify takes them (or MODULE:FUNCTION)",
+    )
     parser.add_argument(
         "--layout",
         metavar="LAYOUT",
@@ -78,6 +84,33 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PacelineError: for a recipe, layouts or numbers that cannot be; PL720 to PL722.
     """
+    quiet = args.json or args.markdown
+
+    def show(result: LayoutResult) -> None:
+        from paceline.cli import verify_report
+
+        print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
+
+    is_own = ":" in args.recipe and not args.recipe.endswith(".toml")
+    verified, asked = (_verify_function if is_own else _verify_recipe)(args, show, quiet=quiet)
+    from paceline.cli import verify_report
+
+    if args.json:
+        print(json.dumps(verify_report.as_table(verified, asked)))
+    elif args.markdown:
+        print(verify_report.describe_markdown(verified, asked))
+    else:
+        print(verify_report.describe_end(verified, asked))
+    if args.tolerances and not args.json:
+        print(verify_report.describe_tolerances(verified))
+    if verified.ok:
+        return 0
+    return 2 if {result.status for result in verified.results} <= {"ok", "refused"} else 1
+
+
+def _verify_recipe(
+    args: argparse.Namespace, show: Callable[[LayoutResult], None], *, quiet: bool
+) -> tuple[Verified, Asked]:
     from paceline.recipe import load_recipe
 
     dtype = args.dtype
@@ -97,26 +130,42 @@ def run(args: argparse.Namespace) -> int:
     check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)
     check_memory(recipe, asked.layouts)
     prepare_data(recipe)
-    quiet = args.json or args.markdown
     if not quiet:
         print(verify_report.describe_begin(args.recipe, recipe, asked, args.steps), flush=True)
-
-    def show(result: LayoutResult) -> None:
-        print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
-
     may_narrow = args.dtype == "auto"
     verified = verify_recipe(recipe, asked.layouts, steps=args.steps, on_result=show, may_narrow=may_narrow)
-    if args.json:
-        print(json.dumps(verify_report.as_table(verified, asked)))
-    elif args.markdown:
-        print(verify_report.describe_markdown(verified, asked))
-    else:
-        print(verify_report.describe_end(verified, asked))
-    if args.tolerances and not args.json:
-        print(verify_report.describe_tolerances(verified))
-    if verified.ok:
-        return 0
-    return 2 if {result.status for result in verified.results} <= {"ok", "refused"} else 1
+    return verified, asked
+
+
+def _verify_function(
+    args: argparse.Namespace, show: Callable[[LayoutResult], None], *, quiet: bool
+) -> tuple[Verified, Asked]:
+    if args.all or args.settings:
+        raise _flags_error(
+            f"{'--all' if args.all else '--set'} with {args.recipe}.",
+            "Which layouts are legal, and what can be set, follows from a recipe.",
+        )
+    from paceline.recipe import Layout
+    from paceline.verifying.check import RankLauncher, verify_subject
+    from paceline.verifying.named import load_subject
+
+    given = [Layout.parse(text) for text in args.layouts]
+    layouts = [each.resolve(args.nproc) if args.nproc else each.close() for each in given]
+    subject: UserSubject = load_subject(
+        args.recipe, args.steps, "fp64" if args.dtype == "auto" else args.dtype
+    )
+    if args.dtype == "auto" and subject.compress.kind != "none":
+        subject = subject.with_dtype("fp32")
+    if not quiet:
+        count = f"{len(layouts)} layout{'s' * (len(layouts) != 1)}, against one process; {args.steps} steps"
+        print(f"{args.recipe}: {count}, {subject.dtype}, {subject.reduction} reduction", flush=True)
+    verified = verify_subject(
+        *(subject, list(dict.fromkeys(layouts))),
+        run=RankLauncher(subject.device),
+        on_result=show,
+        may_narrow=args.dtype == "auto",
+    )
+    return verified, Asked(layouts)
 
 
 def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:

@@ -1,0 +1,104 @@
+"""A subject that a function of the user's file describes: `paceline verify train.py:check`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.phrases import first_line
+from paceline.train.batches import count_samples
+from paceline.verifying.check import build_default_optimizer, verify
+from paceline.verifying.subject import UserSubject
+
+_TOLD = ("layouts", "steps", "dtype", "hang_after_s", "settings")  # by flags, or by their own names
+
+
+@dataclass(frozen=True)
+class NamedSubject(UserSubject):
+    """A `UserSubject` that ranks load from its source, because lambdas cannot be sent to them."""
+
+    source: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_again, (self.source, self.num_steps, self.dtype, self.settings.get("compress"))
+
+
+def _load_again(source: str, num_steps: int, dtype: str, compress: Any) -> NamedSubject:
+    subject = load_subject(source, num_steps, dtype)
+    if compress is not None:
+        subject.settings["compress"] = compress
+    return subject
+
+
+def load_subject(source: str, num_steps: int, dtype: str) -> NamedSubject:
+    """Load the description of a subject and return the subject.
+
+    Args:
+        source: `FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes nothing and returns a dict of the
+            arguments of `paceline.verify`. Without `loss`, `forward` returns the mean loss of a batch, as the
+            body of a loop computes it, and `weight` is as for `Loop`.
+        num_steps, dtype: see `Subject`.
+
+    Raises:
+        PacelineError: PL720 if there is no such function, or it returns something else.
+    """
+    made = _find(source)()
+    if not isinstance(made, dict):
+        raise _source_error(f"{source} returned a {type(made).__name__}.")
+    given: dict[str, Any] = {"optimizer": build_default_optimizer, "forward": None} | made
+    weight = given.pop("weight", count_samples)
+    if "loss" not in given and given["forward"] is not None:
+        given["loss"] = lambda loss, batch: (loss * float(weight(batch)), float(weight(batch)))
+    known = inspect.signature(verify).parameters
+    told = [key for key in _TOLD if key in given]
+    missing = [key for key in ("model_fn", "batch_fn", "loss") if key not in given]
+    if told or missing:
+        raise _source_error(f"{source} returned {'no ' + missing[0] if missing else told[0]}.")
+    defaults = {key: each.default for key, each in known.items() if key not in (*_TOLD, *given)}
+    own = {key: given[key] for key in known if key in given} | defaults
+    settings = {key: each for key, each in given.items() if key not in known}
+    return NamedSubject(**own, num_steps=num_steps, dtype=dtype, settings=settings, source=source)
+
+
+def _find(source: str) -> Callable[[], Any]:
+    place, _, name = source.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module_name = Path(place).stem
+            folder = str(Path(place).resolve().parent)
+            if folder not in sys.path:
+                sys.path.insert(0, folder)  # as for a script, which may import its neighbours
+            spec = importlib.util.spec_from_file_location(module_name, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:  # a user's file may raise anything
+        raise _source_error(
+            f"{place} cannot be imported ({type(error).__name__}: {first_line(error)})."
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise _source_error(f"{place} has no function {name}.")
+    return found  # type: ignore[no-any-return]
+
+
+def _source_error(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL720",
+        saw=saw,
+        rule="It names a function without arguments. It returns a dict with model_fn, batch_fn and loss (or "
+        "forward and weight in place of loss), as paceline.verify takes them.",
+        fix='Return for example {"model_fn": Net, "batch_fn": make_batch, "forward": mean_loss}. Layouts, '
+        "steps and dtype are flags of the command.",
+    )
