@@ -29,7 +29,8 @@ ROWS: list[tuple[str, ...]] = [
     ("comm", "memory", "sinks"),
     ("parallel", "checkpoint"),
     ("train", "launching"),
-    ("verifying", "profiling", "doctor", "watch", "bench"),
+    ("verifying", "profiling", "doctor", "watch"),
+    ("bench",),
     ("cli",),
 ]
 # Rooms inside of a unit, from the ground up, with the same rule: folders, or files that all of them may use.
@@ -387,8 +388,8 @@ REFUSED = {
         "checkpoint/plan.py:1: checkpoint imports parallel",
     ),
     "watchers": (
-        {"bench/scaling.py": "import paceline.profiling"},
-        "bench/scaling.py:1: bench imports profiling",
+        {"doctor/machine.py": "import paceline.profiling"},
+        "doctor/machine.py:1: doctor imports profiling",
     ),
     "world above mesh": (
         {"world.py": "from paceline.mesh import f"},

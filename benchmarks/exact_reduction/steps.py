@@ -15,22 +15,86 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from paceline.bench.ranks import NUM_WARM_UP, Bench, adapt_recipe, check_counts, choose_threads, open_bench
 from paceline.bench.spread import Spread
+from paceline.bench.starts import NUM_WARM_UP, Measured, adapt_recipe, check_counts
 from paceline.comm.tree import plan_reduction
 from paceline.data import build_data, prepare_data
+from paceline.data.share import Share
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.recipe import Recipe, load_recipe
-from paceline.train.run import build_trainer
+from paceline.train.run import build_loader, build_trainer
 from paceline.train.trainer import Trainer
 from paceline.units import format_bytes, format_count
+from paceline.world import World, start
+
+
+@dataclass
+class Bench:
+    """The state of a rank that is ready to be timed.
+
+    Attributes:
+        world: the ranks.
+        trainer: the recipe's.
+        shares: this rank's share of one global batch after another, without end.
+        tokens_per_sample: for text.
+        num_parameters: of the model.
+    """
+
+    world: World
+    trainer: Trainer
+    shares: Iterator[Share]
+    tokens_per_sample: int | None
+    num_parameters: int
+
+    def synchronise(self) -> None:
+        """Wait for the device and for all ranks."""
+        self.world.wait_for_device()
+        self.world.barrier()
+
+
+@contextmanager
+def open_bench(recipe: Recipe) -> Iterator[Bench]:
+    """Join the ranks and build the recipe's trainer and loader; collective.
+
+    Args:
+        recipe: from `adapt_recipe`.
+    """
+    train = recipe.train
+    with start(
+        device=train.device,
+        timeout_s=train.timeout_s,
+        seed=train.seed,
+        threads_per_rank=train.threads_per_rank,
+        deterministic=train.deterministic,
+    ) as world:
+        data = build_data(recipe)
+        assert train.steps is not None
+        trainer = build_trainer(recipe, data, train.steps)
+        loader = build_loader(recipe, trainer, data.train, train=True)
+        try:
+            yield Bench(
+                world=world,
+                trainer=trainer,
+                shares=_repeat(loader),
+                tokens_per_sample=data.tokens_per_sample,
+                num_parameters=sum(p.numel() for p in trainer.model.parameters()),
+            )
+        finally:
+            loader.close()
+
+
+def _repeat(loader: Any) -> Iterator[Share]:
+    while True:
+        yield from loader
 
 
 @dataclass(frozen=True)
@@ -88,7 +152,7 @@ def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
     check_launch(num_ranks, recipe.train.device)
     prepare_data(recipe)
-    threads = choose_threads(recipe, num_ranks)
+    threads = Measured(recipe=recipe).choose_threads(num_ranks)
     num_steps = NUM_WARM_UP + steps * repeats
     adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
     found: list[_ReductionTimes] = launch(

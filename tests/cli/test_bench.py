@@ -12,6 +12,8 @@ from paceline.cli import bench
 from paceline.errors import PacelineError
 from tests.bench.recipes import tiny_table
 
+SCRIPT = Path(__file__).parents[1] / "bench" / "scripts" / "train.py"
+
 
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
@@ -33,7 +35,7 @@ def test_scaling_prints_a_table_and_draws(recipe: Path, capsys: pytest.CaptureFi
     picture = recipe.parent / "scaling.svg"
     assert run("scaling", recipe, "--nproc", 2, "--steps", 1, "--repeats", 1, "--plot", picture) == 0
     out = capsys.readouterr().out
-    assert "the same global batch of 6 samples, shared out" in out
+    assert "strong: the same 6 samples of a step, shared out" in out
     assert "1 thread per rank everywhere" in out
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2"]
@@ -41,13 +43,35 @@ def test_scaling_prints_a_table_and_draws(recipe: Path, capsys: pytest.CaptureFi
     assert picture.read_text().lstrip().startswith("<?xml")
 
 
-def test_overhead_prints_json_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--nproc", 2, "--steps", 1, "--repeats", 1, "--set", "model.hidden=8", "--json")
-    assert run("overhead", recipe, *words) == 0
+def test_overhead_of_a_script_prints_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nproc", 2, "--steps", 1, "--repeats", 1, "--args", "--kind accumulating", "--json")
+    assert run("overhead", SCRIPT, *words) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["num_ranks"] == 2
-    assert table["num_parameters"] < 4000
-    assert table["comm_share"]["num_values"] == 1
+    assert table["num_parameters"] == 4225
+    assert table["samples_per_step"] == 60
+    assert table["ways"]["alone"]["ratio"]["num_values"] == 1
+
+
+@pytest.mark.slow
+def test_buckets_and_threads_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nproc", 2, "--steps", 2, "--repeats", 1)
+    assert run("buckets", SCRIPT, *words, "--sizes", "0.01,25") == 0
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines() if " ms" in row] == ["0.01", "25"]
+    assert run("dp", SCRIPT, *words) == 0
+    out = capsys.readouterr().out
+    assert "20 samples per step" in out
+    assert "2 threads, 1 process" in out
+    with pytest.raises(PacelineError, match="PL957"):
+        run("dp", SCRIPT, *words, "--args", "--kind by-hand")
+
+
+def test_what_belongs_to_recipes_is_refused_for_scripts(tmp_path: Path) -> None:
+    for words in (("--set", "train.steps=3"), ("--weak",)):
+        with pytest.raises(PacelineError, match=f"{words[0]} with a script.*PL601"):
+            run("scaling", SCRIPT, *words)
+    with pytest.raises(PacelineError, match=r"nowhere\.py does not exist.*PL340"):
+        run("scaling", tmp_path / "nowhere.py")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def draw_scaling(scaling: Scaling, path: Path) -> None:
     right.set(xlabel="ranks", ylabel=f"efficiency against {ranks[0]}", xticks=ranks)
     right.set_ylim(bottom=0)
     right.legend()
-    kind = "weak: the batch grows with the ranks" if scaling.weak else "strong: the same batch shared out"
+    kind = "weak: the batch grows with the ranks" if scaling.is_weak else "strong: the same batch shared out"
     figure.suptitle(
         f"{scaling.num_parameters / 1e6:.3g}M parameters, {scaling.device}, {kind}, "
         f"{scaling.threads_per_rank} thread(s) per rank"

@@ -6,24 +6,34 @@ computed within a round; then the median over rounds is taken.
 
 All ranks have the same number of threads, whatever the number of ranks. If one rank had the whole machine
 while two have half each, adding ranks would be measured against adding threads.
+
+After the last timed step, some steps are recorded as by `paceline profile`. The parts of a step that grow
+from the fewest to the most ranks, per sample, say why the efficiency is what it is.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any
 
-from paceline.bench.ranks import NUM_WARM_UP, adapt_recipe, check_counts, choose_threads, open_bench
+from paceline.bench.rank.timing import TimeSettings
 from paceline.bench.spread import Spread
-from paceline.data import prepare_data
+from paceline.bench.starts import NUM_WARM_UP, Measured, Run, check_counts
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
-from paceline.launching.local import check_launch, launch
+from paceline.launching.local import check_launch
 from paceline.place import usable_cores
+from paceline.profiling.analysis import Profile
+from paceline.profiling.trace import DATA
 from paceline.recipe import Recipe
+
+GOOD_EFFICIENCY = 0.8
+"""Of N ranks, for models of at least some ten million parameters."""
+_RECORDED_STEPS = 10
+WIRE, WAITING, COMPUTING, LOADING, ELSE = "wire", "waiting", "computing", "loading", "else"
+"""The parts of a step: communication that no computation hides, without waiting for late ranks; waiting for
+them; computation; the loader; everything else."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +42,28 @@ class ScalingPoint:
 
     Attributes:
         num_ranks: how many.
-        global_batch_size: samples per step over all ranks.
+        samples_per_step: over all ranks; 0 if they are not known, and rates then count steps of ranks.
         samples_per_s: throughput, over repeats.
-        tokens_per_s: the same in tokens, for text.
         speedup: throughput over that of the fewest ranks in the same repeat.
         efficiency: speed-up over the factor of ranks.
-        best_efficiency: what it would be without any cost of communication. Below 1 where microbatches
-            cannot be shared out evenly: ranks then wait for the one with most.
+        best_efficiency: what it would be without any cost of communication. Below 1 where microbatches of a
+            recipe cannot be shared out evenly: ranks then wait for the one with most.
         step_s: median seconds per step.
-        comm_share: share of the step time that ranks wait for others and for the wire (0 on CUDA).
+        parts_s: of a recorded step, by the names above; empty if nothing was recorded.
+        comm_bytes: of collectives that a rank issues in a step.
+        num_calls: of such collectives.
     """
 
     num_ranks: int
-    global_batch_size: int
+    samples_per_step: float
     samples_per_s: Spread
-    tokens_per_s: Spread | None
     speedup: Spread
     efficiency: Spread
     best_efficiency: float
     step_s: float
-    comm_share: float
+    parts_s: dict[str, float]
+    comm_bytes: int
+    num_calls: int
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,8 @@ class Scaling:
 
     Attributes:
         points: one per number of ranks, fewest first.
-        weak: whether the global batch grew with the ranks (weak scaling) or was shared out (strong).
-        microbatch_size: samples per forward.
-        num_parameters: of the model.
+        is_weak: whether the samples of a step grow with the ranks, or are shared out.
+        num_parameters: of the model; 0 if there is no DDP module.
         device: `"cpu"` or `"cuda"`.
         threads_per_rank: the same for all.
         num_cores: that this process may use.
@@ -72,8 +83,7 @@ class Scaling:
     """
 
     points: list[ScalingPoint]
-    weak: bool
-    microbatch_size: int
+    is_weak: bool
     num_parameters: int
     device: str
     threads_per_rank: int
@@ -91,53 +101,41 @@ def list_ranks(most: int) -> list[int]:
 
 
 def measure_scaling(
-    recipe: Recipe,
-    ranks: Sequence[int],
-    *,
-    steps: int = 20,
-    repeats: int = 3,
-    weak: bool = False,
+    job: Measured, ranks: Sequence[int], *, steps: int = 20, repeats: int = 3, weak: bool = False
 ) -> Scaling:
-    """Train a recipe for a few steps on each number of ranks and compare the throughput.
-
-    Call it in a process that is not a rank itself: it starts ranks of its own. Takes about a second per
-    launch, with `repeats` launches for every number of ranks, and a few more seconds for the first one.
+    """Run a script or a recipe for a few steps on each number of ranks and compare the throughput.
 
     Args:
-        recipe: what to train. Its layout, length and checkpoints play no part.
+        job: what to run.
         ranks: numbers of ranks; speed-up is against the fewest.
-        steps: measured steps of each launch.
-        repeats: launches of each number of ranks.
-        weak: let the global batch grow with the number of ranks (times `num_ranks`), instead of sharing
-            out the same one.
+        steps: measured steps of each start.
+        repeats: starts of each number of ranks.
+        weak: let a recipe's global batch grow with the number of ranks, instead of sharing out the same one.
 
     Raises:
         PacelineError: PL620 for numbers below 1, PL621 where some numbers of ranks would run on CUDA and
-            others on the CPU, PL320 to PL326 for ranks that cannot be started.
+            others on the CPU, PL320 to PL326 for ranks that cannot be started, PL955 for a script that takes
+            too few steps.
     """
     check_counts(steps=steps, repeats=repeats, **{f"ranks[{i}]": n for i, n in enumerate(ranks)})
     ranks = sorted(set(ranks))
-    check_launch(ranks[-1], recipe.train.device)
-    prepare_data(recipe)
-    threads = choose_threads(recipe, ranks[-1])
-    runs: dict[int, list[_ScalingRun]] = {num_ranks: [] for num_ranks in ranks}
+    check_launch(ranks[-1], job.device)
+    threads = job.choose_threads(ranks[-1])
+    settings = TimeSettings(NUM_WARM_UP, steps, 1, record_steps=_RECORDED_STEPS)
+    runs: dict[int, list[Run]] = {num_ranks: [] for num_ranks in ranks}
     for number in range(repeats):
         for num_ranks in ranks if number % 2 == 0 else reversed(ranks):
-            adapted = adapt_recipe(
-                recipe, threads=threads, num_steps=NUM_WARM_UP + steps, grow=num_ranks if weak else 1
-            )
-            found: list[_ScalingRun] = launch(
-                _run, num_ranks, (adapted, steps), device=recipe.train.device, hang_after_s=None
-            )
-            runs[num_ranks].append(_join(found))
+            # The reasons are taken from one round.
+            each = replace(settings, record_steps=settings.record_steps if number == 0 else 0)
+            runs[num_ranks].append(job.run(num_ranks, threads, each, grow=num_ranks if weak else 1))
     _check_one_device(runs)
     first = runs[ranks[0]]
+    points = [summarise(n, runs[n], ranks[0], first, job.recipe, weak=weak) for n in ranks]
     return Scaling(
-        points=[_summarise(n, runs[n], ranks[0], first, recipe, weak=weak) for n in ranks],
-        weak=weak,
-        microbatch_size=recipe.train.microbatch_size,
-        num_parameters=first[0].num_parameters,
-        device=first[0].device,
+        points=points,
+        is_weak=points[-1].samples_per_step > 1.5 * points[0].samples_per_step or not first[0].samples,
+        num_parameters=first[0].ranks[0].num_parameters,
+        device=first[0].ranks[0].device,
         threads_per_rank=threads,
         num_cores=usable_cores(),
         num_steps=steps,
@@ -146,45 +144,67 @@ def measure_scaling(
     )
 
 
-@dataclass(frozen=True)
-class _ScalingRun:
-    """The measurement of one launch, by one rank (or by all of them together)."""
-
-    samples_per_s: float
-    tokens_per_sample: int | None
-    step_s: float
-    comm_share: float
-    device: str
-    num_parameters: int
-
-
-def _run(recipe: Recipe, steps: int) -> _ScalingRun:
-    with open_bench(recipe) as bench:
-        for _ in range(NUM_WARM_UP):
-            bench.trainer.step(next(bench.shares))
-        bench.synchronise()
-        start_s = time.perf_counter()
-        taken = [bench.trainer.step(next(bench.shares)) for _ in range(steps)]
-        bench.world.wait_for_device()
-        total_s = time.perf_counter() - start_s
-        return _ScalingRun(
-            samples_per_s=sum(step.num_samples for step in taken) / total_s,
-            tokens_per_sample=bench.tokens_per_sample,
-            step_s=total_s / steps,
-            comm_share=sum(step.comm_s for step in taken) / total_s,
-            device=bench.world.device.type,
-            num_parameters=bench.num_parameters,
+def summarise(
+    num_ranks: int, runs: list[Run], fewest: int, first: list[Run], recipe: Recipe | None, *, weak: bool
+) -> ScalingPoint:
+    """Return the measurement of one number of ranks, against the fewest ones in the same round."""
+    rates, bases = (
+        [(run.samples or len(run.ranks)) / run.step_s()[0] for run in each] for each in (runs, first)
+    )
+    speedups = [rate / base for rate, base in zip(rates, bases, strict=True)]
+    best = 1.0
+    if recipe is not None:
+        best = (
+            _best_rate(recipe, num_ranks, weak=weak)
+            / _best_rate(recipe, fewest, weak=weak)
+            * fewest
+            / num_ranks
         )
+    profile = next((run.profile for run in runs if run.profile is not None), None)
+    parts, num_bytes, num_calls = ({}, 0, 0) if profile is None else divide_step(profile)
+    return ScalingPoint(
+        num_ranks=num_ranks,
+        samples_per_step=median(run.samples for run in runs),
+        samples_per_s=Spread.of(rates),
+        speedup=Spread.of(speedups),
+        efficiency=Spread.of(speedup * fewest / num_ranks for speedup in speedups),
+        best_efficiency=best,
+        step_s=median(run.step_s()[0] for run in runs),
+        parts_s=parts,
+        comm_bytes=num_bytes,
+        num_calls=num_calls,
+    )
 
 
-def _join(found: list[_ScalingRun]) -> _ScalingRun:
-    """Return rank 0's times with the mean share of waiting: a rank waits while another is late."""
-    values: dict[str, Any] = {**vars(found[0]), "comm_share": fmean(run.comm_share for run in found)}
-    return _ScalingRun(**values)
+def divide_step(profile: Profile) -> tuple[dict[str, float], int, int]:
+    """Return the seconds of a step by part, mean over ranks, and the bytes and number of its collectives."""
+    rows = profile.rows
+    waiting = fmean(sum(row.waiting_ns.values()) for row in rows) / 1e9
+    exposed = fmean(row.exposed_ns for row in rows) / 1e9
+    parts = {
+        WIRE: max(0.0, exposed - waiting),
+        WAITING: waiting,
+        COMPUTING: fmean(row.compute_ns for row in rows) / 1e9,
+        LOADING: fmean(row.phases.get(DATA, 0) for row in rows) / 1e9,
+    }
+    parts[ELSE] = max(0.0, fmean(row.total_ns for row in rows) / 1e9 - sum(parts.values()))
+    traffic = [sum(each.num_bytes or 0 for each in row.traffic) for row in rows]
+    return parts, round(fmean(traffic)), round(fmean(sum(each.count for each in row.traffic) for row in rows))
 
 
-def _check_one_device(runs: dict[int, list[_ScalingRun]]) -> None:
-    devices = {num_ranks: found[0].device for num_ranks, found in runs.items()}
+def find_excess(first: ScalingPoint, last: ScalingPoint) -> dict[str, float]:
+    """Return the seconds by which each part of a step is longer on the most ranks, for the same samples."""
+    if not first.parts_s or not last.parts_s:
+        return {}
+    factor = 1.0
+    if first.samples_per_step and last.samples_per_step:
+        own = last.samples_per_step / last.num_ranks
+        factor = own / (first.samples_per_step / first.num_ranks)
+    return {name: last.parts_s[name] - factor * first.parts_s[name] for name in last.parts_s}
+
+
+def _check_one_device(runs: dict[int, list[Run]]) -> None:
+    devices = {num_ranks: found[0].ranks[0].device for num_ranks, found in runs.items()}
     if len(set(devices.values())) > 1:
         shown = ", ".join(f"{n} ranks on {device}" for n, device in devices.items())
         raise PacelineError(
@@ -196,38 +216,9 @@ def _check_one_device(runs: dict[int, list[_ScalingRun]]) -> None:
         )
 
 
-def _summarise(
-    num_ranks: int,
-    runs: list[_ScalingRun],
-    fewest: int,
-    first: list[_ScalingRun],
-    recipe: Recipe,
-    *,
-    weak: bool,
-) -> ScalingPoint:
-    tokens = runs[0].tokens_per_sample
-    speedups = [run.samples_per_s / base.samples_per_s for run, base in zip(runs, first, strict=True)]
+def _best_rate(recipe: Recipe, num_ranks: int, *, weak: bool) -> float:
+    """Return the samples per unit of compute: the step takes as long as the rank with most samples."""
     size = recipe.train.global_batch_size * (num_ranks if weak else 1)
-    base_size = recipe.train.global_batch_size * (fewest if weak else 1)
-    micro = recipe.train.microbatch_size
-    # Samples per unit of compute: the step takes as long as the rank with most samples.
-    best = size / _most_samples(size, micro, num_ranks)
-    base_best = base_size / _most_samples(base_size, micro, fewest)
-    return ScalingPoint(
-        num_ranks=num_ranks,
-        global_batch_size=size,
-        samples_per_s=Spread.of(run.samples_per_s for run in runs),
-        tokens_per_s=None if tokens is None else Spread.of(run.samples_per_s * tokens for run in runs),
-        speedup=Spread.of(speedups),
-        efficiency=Spread.of(speedup * fewest / num_ranks for speedup in speedups),
-        best_efficiency=best / base_best * fewest / num_ranks,
-        step_s=median(run.step_s for run in runs),
-        comm_share=median(run.comm_share for run in runs),
-    )
-
-
-def _most_samples(global_batch_size: int, microbatch_size: int, num_ranks: int) -> int:
-    """Return the number of samples of the rank with the most."""
-    blocks = split_microbatches(global_batch_size, microbatch_size)
+    blocks = split_microbatches(size, recipe.train.microbatch_size)
     own = (owned_microbatches(len(blocks), num_ranks, rank) for rank in range(num_ranks))
-    return max(sum(blocks[number][1] - blocks[number][0] for number in numbers) for numbers in own)
+    return size / max(sum(blocks[number][1] - blocks[number][0] for number in numbers) for numbers in own)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
+_MOST_WIDE = 1.25
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -44,6 +46,11 @@ class Spread:
             k, covers = k + 1, more
             outside += comb(n, k)
         return cls(median(ordered), ordered[k - 1], ordered[n - k], covers, n)
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether the interval is so wide that a difference of a quarter would not be seen."""
+        return self.num_values > 1 and self.high > _MOST_WIDE * max(self.low, 0.0)
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from paceline.cli.bench_collectives import add_collectives
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.recipe import Recipe
+    from paceline.bench.starts import Measured
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
 
@@ -24,32 +25,32 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead, buckets, collectives",
-        description="Measures a recipe's training steps on ranks of this machine, or collectives on any "
-        "ranks. Nothing is written into run folders.",
+        help="measured tables and plots: scaling, overhead, buckets, dp, collectives",
+        description="Measures the training steps of a script or recipe on ranks of this machine, or "
+        "collectives on any ranks. Ranks end once they are measured, and no run's folder is written to.",
     )
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     scaling = _add(
         kinds,
         "scaling",
         "throughput, speed-up and efficiency on 1, 2, 4 ... ranks",
-        "Throughput on 1, 2, 4 ... N ranks, with speed-up and efficiency against the fewest. All ranks have "
-        "the same number of threads (train.threads_per_rank, or cores / N), so one rank does not use the "
-        "whole machine. By default the recipe's global batch is shared out (strong scaling); with --weak it "
-        "grows with the ranks.",
+        "Throughput on 1, 2, 4 ... N ranks, with speed-up and efficiency against the fewest, and why it is "
+        "not higher. All ranks have the same number of threads (a recipe's train.threads_per_rank, or cores "
+        "/ N), so one rank does not use the whole machine. A recipe's global batch is shared out (strong "
+        "scaling), or grows with the ranks (--weak); a script decides by itself.",
         steps=20,
         repeats=3,
     )
     scaling.add_argument("--ranks", metavar="N,N,...", help="numbers of ranks, instead of 1, 2, 4 ... N")
     scaling.add_argument(
-        "--weak", action="store_true", help="the global batch grows with the ranks: times N on N ranks"
+        "--weak", action="store_true", help="a recipe's global batch grows with the ranks: times N on N ranks"
     )
     scaling.add_argument("--plot", metavar="FILE", type=Path, help="also draw a .png, .svg or .pdf")
     _add(
         kinds,
         "overhead",
         "whole steps against compute alone: the share of communication",
-        "Blocks of whole steps and of the same steps without communication alternate in one run; their "
+        "Blocks of whole steps and of the same steps without sums of gradients alternate in one run; their "
         "difference is the share of communication.",
         steps=5,
         repeats=10,
@@ -57,31 +58,45 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     buckets = _add(
         kinds,
         "buckets",
-        "the best size for the buckets in which gradients are summed",
-        "Blocks of steps with buckets of several sizes alternate in one run. Each size is compared with the "
-        "recipe's ddp.bucket_cap_mb.",
-        steps=5,
-        repeats=10,
+        "the best size for the buckets in which DDP sums gradients",
+        "Starts with buckets of several sizes take turns. Each size is compared with the job's own.",
+        steps=20,
+        repeats=6,
     )
     buckets.add_argument(
         "--sizes",
         metavar="MIB,MIB,...",
-        help="sizes to try, in MiB (default 1,5,10,25,50,100); the recipe's own is always among them",
+        help="sizes to try, in MiB (default 1,5,10,25,50,100); the job's own is always among them",
+    )
+    _add(
+        kinds,
+        "dp",
+        "threads of one process, as in nn.DataParallel, against ranks",
+        "A process whose threads divide each batch, and ranks with the same global batch, take turns: "
+        "throughput, cores in use, memory of a process, and bytes through the first replica. On CPU "
+        "nn.DataParallel does nothing, so its steps are done by threads of Paceline.",
+        steps=20,
+        repeats=6,
     )
     add_collectives(kinds)
 
 
 def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int) -> Any:
     parser = kinds.add_parser(name, help=text, description=description)
-    parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
+    parser.add_argument(
+        "target", metavar="SCRIPT|RECIPE", help="a script for ranks, as for `paceline run`, or a recipe"
+    )
+    parser.add_argument(
+        "--args", default="", metavar="WORDS", help='of the script, in one word: --args="--epochs 3"'
+    )
     parser.add_argument(
         "--nproc",
         metavar="N",
         type=int,
         help=f"(most) ranks; default: one per GPU or core, 2 to {_MAX_DEFAULT_RANKS}",
     )
-    block = "per launch" if name == "scaling" else "per block"
-    again = "launches of each number of ranks" if name == "scaling" else "pairs of blocks"
+    block = "per block" if name == "overhead" else "per start"
+    again = "pairs of blocks" if name == "overhead" else "starts of each way"
     parser.add_argument(
         "--steps", metavar="K", type=int, default=steps, help=f"measured steps {block} (default {steps})"
     )
@@ -107,18 +122,34 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PacelineError: for a recipe, numbers or a machine that do not allow it.
     """
+    from paceline.bench.starts import Measured
     from paceline.recipe import load_recipe
 
-    recipe = load_recipe(args.recipe, args.settings)
-    kinds = {
-        "scaling": _scaling,
-        "overhead": _overhead,
-        "buckets": _buckets,
-    }
-    return kinds[args.bench](recipe, args)
+    if Path(args.target).suffix == ".py":
+        job = Measured(words=(args.target, *shlex.split(args.args)))
+        _check_script(args)
+    else:
+        job = Measured(recipe=load_recipe(args.target, args.settings))
+    return _scaling(job, args) if args.bench == "scaling" else _measure(job, args)
 
 
-def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
+def _check_script(args: argparse.Namespace) -> None:
+    """Refuse what only a recipe has."""
+    from paceline.launching.rank.script import Script, check_script
+
+    flags = ["--set"] if args.settings else []
+    flags += ["--weak"] if getattr(args, "weak", False) else []
+    for flag in flags:
+        raise PacelineError(
+            "PL601",
+            saw=f"{flag} with a script.",
+            rule="It changes a recipe; a script has settings of its own.",
+            fix=f"Leave {flag} out, or pass arguments to the script: --args='--batch-size 8'.",
+        )
+    check_script(Script(args.target, ()))
+
+
+def _scaling(job: Measured, args: argparse.Namespace) -> int:
     from paceline.bench.picture import check_picture, draw_scaling
     from paceline.bench.scaling import list_ranks, measure_scaling
     from paceline.cli.bench_report import describe_scaling
@@ -126,13 +157,13 @@ def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
     if args.ranks is None:
-        ranks = list_ranks(_default_ranks(recipe) if args.nproc is None else args.nproc)
+        ranks = list_ranks(_count_ranks(job, args))
     else:
         ranks = _parse_ranks(args.ranks, args.nproc)
     _print_note(
         f"measuring on {', '.join(map(str, ranks))} ranks, {args.repeats} x {args.steps} steps each ..."
     )
-    scaling = measure_scaling(recipe, ranks, steps=args.steps, repeats=args.repeats, weak=args.weak)
+    scaling = measure_scaling(job, ranks, steps=args.steps, repeats=args.repeats, weak=args.weak)
     print(json.dumps(asdict(scaling)) if args.json else describe_scaling(scaling))
     if args.plot is not None:
         draw_scaling(scaling, args.plot)
@@ -140,28 +171,22 @@ def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
     return 0
 
 
-def _overhead(recipe: Recipe, args: argparse.Namespace) -> int:
-    from paceline.bench.overhead import measure_overhead
-    from paceline.cli.bench_report import describe_overhead
+def _measure(job: Measured, args: argparse.Namespace) -> int:
+    from paceline.bench import variants
+    from paceline.cli import bench_report as report
 
-    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    _print_note(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
-    overhead = measure_overhead(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
-    print(json.dumps(asdict(overhead)) if args.json else describe_overhead(overhead))
-    return 0
-
-
-def _buckets(recipe: Recipe, args: argparse.Namespace) -> int:
-    from paceline.bench.buckets import DEFAULT_SIZES, measure_buckets
-    from paceline.cli.bench_report import describe_buckets
-
-    sizes = DEFAULT_SIZES if args.sizes is None else _parse_sizes(args.sizes)
-    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    _print_note(
-        f"measuring on {num_ranks} ranks, {args.repeats} blocks of {args.steps} steps of each size ..."
-    )
-    found = measure_buckets(recipe, num_ranks, sizes, steps=args.steps, repeats=args.repeats)
-    print(json.dumps(asdict(found)) if args.json else describe_buckets(found))
+    measure, describe = {
+        "overhead": (variants.measure_overhead, report.describe_overhead),
+        "buckets": (variants.measure_buckets, report.describe_buckets),
+        "dp": (variants.measure_dp, report.describe_dp),
+    }[args.bench]
+    num_ranks = _count_ranks(job, args)
+    more: dict[str, Any] = {}
+    if getattr(args, "sizes", None) is not None:
+        more["sizes"] = _parse_sizes(args.sizes)
+    _print_note(f"measuring on {num_ranks} ranks, {args.repeats} x {args.steps} steps each ...")
+    found = measure(job, num_ranks, **more, steps=args.steps, repeats=args.repeats)
+    print(json.dumps(asdict(found)) if args.json else describe(found))
     return 0
 
 
@@ -190,12 +215,14 @@ def _parse_ranks(text: str, nproc: int | None) -> list[int]:
     return sorted({int(word) for word in numbers})
 
 
-def _default_ranks(recipe: Recipe) -> int:
+def _count_ranks(job: Measured, args: argparse.Namespace) -> int:
+    if args.nproc is not None:
+        return int(args.nproc)
     import torch
 
     from paceline.place import usable_cores
 
-    gpus = torch.cuda.device_count() if recipe.train.device != "cpu" else 0
+    gpus = torch.cuda.device_count() if job.device != "cpu" else 0
     return max(2, min(_MAX_DEFAULT_RANKS, gpus if gpus > 1 else usable_cores()))
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         PacelineError: for sizes or ranks that do not allow it.
     """
     from paceline.bench.collectives import SIZES, measure_collectives
-    from paceline.bench.ranks import check_counts
+    from paceline.bench.starts import check_counts
     from paceline.place import is_launched, read_environment
 
     joins = is_launched(os.environ)

@@ -242,8 +242,9 @@ def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.
     scaling = None
     if args.scaling:
         from paceline.bench.scaling import measure_scaling
+        from paceline.bench.starts import Measured
 
-        scaling = measure_scaling(recipe, ranks=sorted({1, nproc}), steps=8, repeats=1)
+        scaling = measure_scaling(Measured(recipe=recipe), ranks=sorted({1, nproc}), steps=8, repeats=1)
     if args.json:
         from dataclasses import asdict
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.codes import read_pages
@@ -31,6 +32,8 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--no-watch", action="store_true", help="do not record collectives and do not watch for hangs"
     )
+    # For `paceline bench`, which starts this command.
+    parser.add_argument("--bench", type=Path, help=argparse.SUPPRESS)
 
 
 def build_watcher(args: argparse.Namespace) -> Watcher | None:
@@ -46,12 +49,18 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
             rule="It is the number of seconds for which ranks may make no progress.",
             fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with --no-watch.",
         )
-    if args.no_watch:
-        return None
-    from paceline.watch.launcher.watcher import RankWatcher
+    watcher: Watcher | None = None
+    if not args.no_watch:
+        from paceline.watch.launcher.watcher import RankWatcher
 
-    report = partial(_print_message, as_json=args.json)
-    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, report=report)
+        report = partial(_print_message, as_json=args.json)
+        watcher = RankWatcher(args.hang_after, keep_alive=args.keep_alive, report=report)
+    if args.bench is None:
+        return watcher
+    from paceline.bench.rank.timing import ENTRY, SETTINGS
+    from paceline.profiling.launcher import RecordingWatcher
+
+    return RecordingWatcher(json.loads(args.bench.read_text("utf-8")), watcher, ENTRY, SETTINGS)
 
 
 def print_error(text: str) -> None:

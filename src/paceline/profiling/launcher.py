@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launching.watcher import WatchedRank, Watcher, WatchMessage
@@ -50,18 +51,26 @@ def _folder_error(path: Path, reason: str) -> PacelineError:
 
 
 class RecordingWatcher:
-    """A watcher that has each rank recorded, and leaves all else to another watcher.
+    """A watcher that has each rank recorded or timed, and leaves all else to another watcher.
 
     Args:
         settings: what to record; the folder exists.
         inner: watches the ranks; `None` if nothing does.
+        entry: what ranks call; see `launching.watcher.Watcher`.
+        file: name of the settings in the launcher's folder, where `entry` looks for them.
     """
 
-    entry = "paceline.profiling.rank.begin:begin"
-
-    def __init__(self, settings: RecordSettings, inner: Watcher | None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: RecordSettings | Mapping[str, Any],
+        inner: Watcher | None,
+        entry: str = "paceline.profiling.rank.begin:begin",
+        file: str = SETTINGS,
+    ) -> None:
+        self.entry = entry
+        self._settings = settings if isinstance(settings, Mapping) else asdict(settings)
         self._inner = inner
+        self._file = file
 
     @property
     def final_message(self) -> WatchMessage | None:
@@ -76,8 +85,8 @@ class RecordingWatcher:
     def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Leave the settings for the ranks, and start to watch."""
         watch = "" if self._inner is None else self._inner.entry
-        table = {**asdict(self._settings), "watch": watch}
-        (folder / SETTINGS).write_text(json.dumps(table), encoding="utf-8")
+        table = {**self._settings, "watch": watch}
+        (folder / self._file).write_text(json.dumps(table), encoding="utf-8")
         if self._inner is not None:
             self._inner.begin(folder, list_ranks)
 

@@ -20,7 +20,7 @@ from paceline.torch_seams.watching import BUFFER_SIZES
 
 SETTINGS = "profile.json"
 # The entries of torch's Flight Recorder: those of some steps of FSDP over 80 layers.
-_BUFFER_SIZE = "8000"
+BUFFER_SIZE = "8000"
 
 
 class RecordedRank:
@@ -46,7 +46,7 @@ def begin(rank: int, socket_path: str, stacks_path: str) -> RecordedRank:
     """Start recorder and watcher; see `launching.watcher.Watcher.entry`."""
     settings: dict[str, Any] = json.loads((Path(socket_path).parent / SETTINGS).read_text(encoding="utf-8"))
     if not any(name in os.environ for name in BUFFER_SIZES):
-        os.environ[BUFFER_SIZES[0]] = _BUFFER_SIZE
+        os.environ[BUFFER_SIZES[0]] = BUFFER_SIZE
     note_error: NoteError = ignore_error
     watch = settings.pop("watch")
     if watch:

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.bench.overhead import _OverheadTimes, _summarise, measure_overhead
-from paceline.bench.ranks import adapt_recipe
+from paceline.bench.starts import adapt_recipe
 from paceline.data import build_data
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe
@@ -69,38 +65,3 @@ def test_nothing_is_communicated_inside_and_all_outside(ranks: Pool, tmp_path: P
     assert first["together"] == second["together"]
     assert first["apart"] != second["apart"]
     assert first["saved"] == second["saved"] == "PL433"
-
-
-def test_measures_real_ranks_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_recipe(tmp_path)
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    found = measure_overhead(recipe, 2, steps=1, repeats=4)
-    assert list(work.iterdir()) == []
-    assert (found.num_ranks, found.num_steps, found.num_repeats, found.device) == (2, 1, 4, "cpu")
-    assert found.total_s.num_values == found.compute_s.num_values == found.comm_share.num_values == 4
-    assert found.gradient_bytes == 4 * found.num_parameters
-    assert found.compute_s.median > 0
-    assert 0 < found.exposed_share < 1
-    json.dumps(asdict(found))
-
-
-def test_compute_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
-    recipe = adapt_recipe(tiny_recipe(tmp_path), threads=1, num_steps=10)
-    found = [
-        _OverheadTimes([10.0, 20.0], [8.0, 16.0], [1.0, 2.0], "cpu", 5, 20),
-        _OverheadTimes([10.0, 20.0], [4.0, 8.0], [5.0, 10.0], "cpu", 5, 20),
-    ]
-    overhead = _summarise(found, recipe, 1)
-    assert (overhead.comm_share.low, overhead.comm_share.high) == pytest.approx((0.2, 0.2))
-    assert overhead.exposed_share == pytest.approx(0.3)
-    assert overhead.imbalance == pytest.approx(0.25)
-
-
-def test_refuses_one_rank_and_numbers_below_one(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
-    with pytest.raises(PacelineError, match="PL622"):
-        measure_overhead(recipe, 1)
-    with pytest.raises(PacelineError, match=r"steps=0\..*PL620"):
-        measure_overhead(recipe, 2, steps=0)

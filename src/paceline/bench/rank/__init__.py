@@ -1,0 +1,1 @@
+"""Holds what a benchmark does in the ranks of a script or recipe."""
