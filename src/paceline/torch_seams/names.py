@@ -419,4 +419,21 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         ),
         TorchName("torch.Tensor._values", "reads sparse gradients", "", "sparse gradients are not read"),
     ),
+    "observing": (
+        *(
+            TorchName(path, "compares what ranks train with and on", "", "mistakes in these are not found")
+            for path in (
+                "torch.nn.parallel.DistributedDataParallel._pre_forward",
+                "torch.nn.parallel.DistributedDataParallel._module_parameters",
+                "torch.nn.parallel.DistributedDataParallel._comm_hooks",
+                "torch.nn.parallel.DistributedDataParallel.require_forward_param_sync",
+                "torch.utils.data.dataloader._BaseDataLoaderIter",
+                "torch.serialization._open_zipfile_writer_file",
+                "torch.serialization._open_file",
+                "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+                "torch.Tensor._backward_hooks",
+                "torch._C._functions.NllLossBackward0._saved_reduction",
+            )
+        ),
+    ),
 }

@@ -11,7 +11,7 @@ import base64
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -19,8 +19,8 @@ from typing import Any
 
 from paceline.launching.watcher import WatchMessage
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.protocol.report import Frame, Process, Report, Seen
-from paceline.watch.protocol.wire import Unpacker, pack
+from paceline.watch.protocol.report import Fact, Frame, Process, Report, Seen
+from paceline.watch.protocol.wire import Unpacker, facts_from_json, facts_to_json, pack
 from paceline.watch.reasoning.compare import Prints
 from paceline.watch.reasoning.pace import BeatInterval, RankPace
 
@@ -47,6 +47,7 @@ class NodeState:
           since 1970; 0 if they match.
         suspected: its ranks' answers to that.
         paces: how much its ranks have waited lately; the board fills it in.
+        facts: the latest of its ranks that concern ranks of other nodes; the board fills them in.
     """
 
     name: str
@@ -58,6 +59,7 @@ class NodeState:
     asks_at_s: float = 0.0
     suspected: Seen | None = None
     paces: tuple[RankPace, ...] = ()
+    facts: tuple[tuple[int, Fact], ...] = ()
 
 
 class NodeBoard:
@@ -76,6 +78,7 @@ class NodeBoard:
         self._name = name
         self._own = NodeState("", (), _WORKS)
         self._paces: tuple[RankPace, ...] = ()
+        self._facts: tuple[tuple[int, Fact], ...] = ()
         self._lock = threading.Lock()
         now_s = time.monotonic()
         self._latest: dict[int, tuple[str, NodeState | None, float]] = {
@@ -94,6 +97,11 @@ class NodeBoard:
         """Set how much this node's ranks wait, which changes all the time."""
         with self._lock:
             self._paces = paces
+
+    def publish_facts(self, facts: Iterable[tuple[int, Fact]]) -> None:
+        """Set what this node's ranks have noted, each with its rank."""
+        with self._lock:
+            self._facts = tuple(facts)
 
     def read(self) -> dict[int, tuple[NodeState | None, float]]:
         """Return the latest state of each other node, and its age in seconds."""
@@ -118,7 +126,7 @@ class NodeBoard:
                     client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
                     store = PrefixStore(f"paceline/watch/{self._name}", client)
                 with self._lock:
-                    own = replace(self._own, paces=self._paces)
+                    own = replace(self._own, paces=self._paces, facts=self._facts)
                 store.set(str(self._node), json.dumps([number, state_to_json(own)]))
                 self._read(store)
 
@@ -179,6 +187,7 @@ def state_to_json(state: NodeState) -> dict[str, Any]:
             [pace.rank, pace.groups, [list(vars(stretch).values()) for stretch in pace.stretches]]
             for pace in state.paces
         ],
+        "facts": [[rank, *facts_to_json([fact])] for rank, fact in state.facts],
     }
 
 
@@ -209,6 +218,7 @@ def state_from_json(value: dict[str, Any]) -> NodeState:
         value["asks_at_s"],
         _seen_from_json(value["suspected"]),
         tuple(_pace_from_json(*pace) for pace in value["paces"]),
+        tuple((rank, *facts_from_json([fact])) for rank, fact in value["facts"]),
     )
 
 

@@ -31,6 +31,8 @@ from paceline.watch.reasoning.hang import explain_hang
 from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import build_message, render_place
+from paceline.watch.reasoning.sentinels.book import FactBook
+from paceline.watch.reasoning.sentinels.rules import RULES
 from paceline.watch.reasoning.slow import SlowRanks
 
 # How often the ranks' processes are polled. While collectives arrive, ranks evidently work and are polled
@@ -79,6 +81,7 @@ class RankWatcher:
         self._was_stuck = False
         self._suspicion = Suspicion()
         self._not_finite = FirstNotFinite()
+        self._facts = FactBook(RULES)
         self._slow = SlowRanks(_read_source)
         self._board: NodeBoard | None = None
         self._has_announced = False
@@ -103,6 +106,7 @@ class RankWatcher:
         self._has_explained.clear()
         self._has_lost_node.clear()
         self._not_finite = FirstNotFinite()
+        self._facts = FactBook(RULES)
         self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
         self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
@@ -153,13 +157,13 @@ class RankWatcher:
             if now_s - polled_s >= (calm_s if is_calm else _POLL_S):
                 self._poll_processes(polled_s, now_s)
                 polled_s = now_s
-            self._report_not_finite()
+            self._report_numbers()
             if not self._has_announced and not self._failed.is_set():
                 self._judge(now_s)
         self._receive(0.0)  # the last beats
         if not self._has_announced and not self._failed.is_set():
             self._compare_closing()
-        self._report_not_finite(is_last=True)
+        self._report_numbers(is_last=True)
 
     def _receive(self, seconds: float) -> None:
         for message in self._listener.receive(seconds):
@@ -180,6 +184,7 @@ class RankWatcher:
         self._suspicion.note_calls(beat.rank, beat.calls)
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
+        self._facts.note_own(beat.rank, beat.facts)
 
     def _poll_processes(self, since_s: float, now_s: float) -> None:
         before = self._processes
@@ -196,7 +201,7 @@ class RankWatcher:
             if self._failure.others:
                 lines += ["Meanwhile:", *map(render_place, self._failure.others)]
             self.other_places = "\n".join(lines)
-            self._report_not_finite(is_last=True)
+            self._report_numbers(is_last=True)
         finally:
             self._has_explained.set()
 
@@ -250,10 +255,15 @@ class RankWatcher:
         if verdict is not None:
             self.final_message = build_message(verdict)
 
-    def _report_not_finite(self, *, is_last: bool = False) -> None:
+    def _report_numbers(self, *, is_last: bool = False) -> None:
         verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
-        if verdict is not None:
-            self._report(build_message(verdict))
+        if self._board is not None:
+            self._board.publish_facts(self._facts.recent)
+            for state, _ in self._board.read().values():
+                for rank, fact in state.facts if state is not None else ():
+                    self._facts.note(rank, [fact])
+        for found in ([verdict] if verdict is not None else []) + self._facts.read():
+            self._report(build_message(found))
 
     def _report_slow(self, others: Others, now_s: float) -> None:
         if self._board is not None:

@@ -5,8 +5,9 @@ JSON-able. A rank sends a `Beat` every second and a `Report` when it is asked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.launching.ending.endings import Ending
 
@@ -154,6 +155,27 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Fact:
+    """Numbers of one rank, which the launcher compares with those of other ranks at the same event.
+
+    Attributes:
+        kind: which rules read it.
+        event: its name, the same on all ranks that have it.
+        ranks: those; empty if any may.
+        passes: backward passes of this rank so far.
+        values: JSON-able, by name.
+        frames: the user's lines that led to it, innermost first.
+    """
+
+    kind: str
+    event: str
+    ranks: tuple[int, ...]
+    passes: int
+    values: Mapping[str, Any]
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
 class Beat:
     """A regular sign of life of a rank.
 
@@ -170,6 +192,7 @@ class Beat:
         is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
         not_finite: its first gradient that was not finite, once it is certain; repeated in every beat.
         pace: where it was since the previous beat; `None` while it has no process group.
+        facts: what its numbers have shown since the previous beat.
     """
 
     rank: int
@@ -182,6 +205,7 @@ class Beat:
     is_waiting: bool
     not_finite: NotFinite | None = None
     pace: Pace | None = None
+    facts: tuple[Fact, ...] = ()
 
 
 @dataclass(frozen=True)

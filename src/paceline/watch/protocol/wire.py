@@ -21,6 +21,7 @@ from paceline.launching.ending.endings import Ending
 from paceline.watch.protocol.report import (
     Beat,
     Call,
+    Fact,
     Frame,
     Group,
     NotFinite,
@@ -54,8 +55,9 @@ def pack(message: Message) -> bytes:
     if isinstance(message, Beat):
         # Not `asdict` of hundreds of calls, which takes 5 ms.
         calls = [{**vars(call), "frames": ()} for call in message.calls]
-        others = asdict(replace(message, calls=(), pace=None))
-        text = {"beat": {**others, "calls": calls, "pace": _pace_to_json(message.pace)}}
+        others = asdict(replace(message, calls=(), pace=None, facts=()))
+        pace, facts = _pace_to_json(message.pace), facts_to_json(message.facts)
+        text = {"beat": {**others, "calls": calls, "pace": pace, "facts": facts}}
     elif isinstance(message, Report):
         text = {"report": _report_to_json(message)}
     else:
@@ -109,7 +111,23 @@ def _beat_from_json(value: dict[str, Any]) -> Beat:
     found = value["not_finite"]
     if found is not None:
         found = NotFinite(**{**found, "frames": tuple(Frame(**frame) for frame in found["frames"])})
-    return Beat(**{**value, "calls": calls, "not_finite": found, "pace": _pace_from_json(value["pace"])})
+    pace, facts = _pace_from_json(value["pace"]), facts_from_json(value["facts"])
+    return Beat(**{**value, "calls": calls, "not_finite": found, "pace": pace, "facts": facts})
+
+
+def facts_to_json(facts: Sequence[Fact]) -> list[dict[str, Any]]:
+    """Return facts as JSON-able values."""
+    return [{**vars(fact), "frames": [asdict(frame) for frame in fact.frames]} for fact in facts]
+
+
+def facts_from_json(value: list[dict[str, Any]]) -> tuple[Fact, ...]:
+    """Return the facts that `facts_to_json` has converted."""
+    return tuple(
+        Fact(
+            **{**one, "ranks": tuple(one["ranks"]), "frames": tuple(Frame(**each) for each in one["frames"])}
+        )
+        for one in value
+    )
 
 
 def _pace_to_json(pace: Pace | None) -> dict[str, Any] | None:

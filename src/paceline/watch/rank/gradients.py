@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -52,28 +52,33 @@ class Gradients:
     Attributes:
         found: the first that was not finite, once it is certain; nothing is checked from then on.
         passes: number of backward passes through the watched parameters.
+        observer: is called with each gradient of a watched parameter before it is accumulated; must not
+            raise.
+        at_pass: the number of a pass, and what is called when it begins.
     """
 
     def __init__(self) -> None:
         self.found: NotFinite | None = None
         self.passes = 0
+        self.observer: Callable[[WatchedParameter, Any], None] | None = None
+        self.at_pass: tuple[int, Callable[[], None]] = (0, lambda: None)
         self._torch: Any = None
         self._original: Any = None
         self._wrapper: Any = None
         self._is_over = False
-        self._sentinels: list[_Sentinel] = []
+        self._watched: list[WatchedParameter] = []
         self._task = -1
         self._checked_task = -1
-        self._fired: _Sentinel | None = None
-        # The finding that has not reached the weights yet, its sentinel, and the weights' version at that
+        self._fired: WatchedParameter | None = None
+        # The finding that has not reached the weights yet, its parameter, and the weights' version at that
         # time.
-        self._pending: tuple[NotFinite, _Sentinel, int] | None = None
+        self._pending: tuple[NotFinite, WatchedParameter, int] | None = None
         self._row = (0, 0)
         self._after_step: Any = None
 
     def install(self, torch: Any) -> None:
         """Make each optimizer that is created from now on choose its parameters; call it once."""
-        hide_from_compiler(torch, _Sentinel.__call__, Gradients._check, Gradients._note_step)
+        hide_from_compiler(torch, WatchedParameter.__call__, Gradients._check, Gradients._note_step)
         kind = torch.optim.Optimizer
         original = self._original = kind.add_param_group
         self._torch = torch
@@ -95,21 +100,25 @@ class Gradients:
         if self._after_step is not None:
             self._after_step.remove()
             self._after_step = None
-        for sentinel in self._sentinels:
-            sentinel.remove()
-        self._sentinels.clear()
+        for watched in self._watched:
+            watched.remove()
+        self._watched.clear()
+
+    def list_watched(self) -> list[WatchedParameter]:
+        """Return the parameters with a hook that still exist."""
+        return [watched for watched in self._watched if watched.find() is not None]
 
     def settle(self) -> None:
         """Check whether a finding has reached the weights; may be called from any thread at any time."""
         if self.found is not None:
             return
-        for sentinel in self._sentinels:
-            sentinel.read_late()
+        for watched in self._watched:
+            watched.read_late()
         pending = self._pending  # Read once, because this may be another thread.
         if pending is None:
             return
-        finding, sentinel, version = pending
-        parameter = sentinel.find()
+        finding, watched, version = pending
+        parameter = watched.find()
         if parameter is None:
             self._pending = None
         elif not is_finite(parameter):
@@ -128,10 +137,10 @@ class Gradients:
 
     def _watch(self, optimizer: Any) -> None:
         """Choose parameters of the optimizer's newest group to watch."""
-        for gone in [sentinel for sentinel in self._sentinels if sentinel.find() is None]:
+        for gone in [watched for watched in self._watched if watched.find() is None]:
             gone.remove()
-            self._sentinels.remove(gone)
-        known = {id(sentinel.find()): sentinel for sentinel in self._sentinels}
+            self._watched.remove(gone)
+        known = {id(watched.find()): watched for watched in self._watched}
         small = []
         for n, parameter in enumerate(optimizer.param_groups[-1]["params"]):
             if id(parameter) in known:  # The older optimizer may be about to be deleted.
@@ -139,9 +148,11 @@ class Gradients:
             elif self._can_be_watched(parameter):
                 small.append(n)
         # The first in the model sees most; the others are for models with several towers.
-        count = min(_PER_GROUP, _IN_ALL - len(self._sentinels), len(small))
+        count = min(_PER_GROUP, _IN_ALL - len(self._watched), len(small))
         for n in range(count):
-            self._sentinels.append(_Sentinel(self, self._torch, optimizer, small[n * len(small) // count]))
+            self._watched.append(
+                WatchedParameter(self, self._torch, optimizer, small[n * len(small) // count])
+            )
 
     def _can_be_watched(self, parameter: Any) -> bool:
         return (
@@ -155,15 +166,17 @@ class Gradients:
     # ---- within backward
 
     def count(self, task: int) -> None:
-        """Count the backward pass with this number of autograd's, when a sentinel first sees it."""
+        """Count the backward pass with this number of autograd's, at the first gradient that is seen."""
         if task != self._task:
             self._task = task
             self.passes += 1
+            if self.passes == self.at_pass[0]:
+                self.at_pass[1]()
 
-    def check_after(self, task: int, sentinel: _Sentinel) -> None:
+    def check_after(self, task: int, watched: WatchedParameter) -> None:
         """Schedule a check of the model at the end of this backward pass."""
         if task != self._checked_task:
-            self._checked_task, self._fired = task, sentinel
+            self._checked_task, self._fired = task, watched
             call_after_backward(self._torch, self._check)
 
     def _check(self) -> None:
@@ -175,18 +188,18 @@ class Gradients:
         except Exception:  # the script's backward goes on, without us
             self.remove()
 
-    def _check_from(self, sentinel: _Sentinel) -> None:
+    def _check_from(self, watched: WatchedParameter) -> None:
         self.settle()
-        parameter = sentinel.find()
+        parameter = watched.find()
         if self.found is not None or parameter is None:
             return
-        if sentinel.siblings is None:
-            sentinel.siblings = find_siblings(self._torch, parameter)
-        named = [one for one in sentinel.siblings if one.find() is not None]
+        if watched.siblings is None:
+            watched.siblings = find_siblings(self._torch, parameter)
+        named = [one for one in watched.siblings if one.find() is not None]
         spoilt = [one for one in named if not is_finite(one.find())]
         is_spoilt = bool(spoilt) or not is_finite(parameter)
-        if late := [other.late for other in self._sentinels if other.late]:
-            for other in self._sentinels:
+        if late := [other.late for other in self._watched if other.late]:
+            for other in self._watched:
                 other.late = 0
             if is_spoilt:
                 # If all of them are not finite, the origin can no longer be found.
@@ -194,19 +207,19 @@ class Gradients:
                 self.found = _describe(min(late), began, named, "applied")
             return
         if not is_spoilt:
-            self._note(sentinel, parameter, named)
+            self._note(watched, parameter, named)
         elif self._pending is not None:
             self.found = self._pending[0]
         else:
             self.found = _describe(self.passes, spoilt[-1] if spoilt else None, named, "inherited")
 
-    def _note(self, sentinel: _Sentinel, parameter: Any, named: Sequence[Named]) -> None:
+    def _note(self, watched: WatchedParameter, parameter: Any, named: Sequence[Named]) -> None:
         last, length = self._row
         self._row = self.passes, length + 1 if last == self.passes - 1 else 1
         if self._pending is None:
             broken = [one for one in named if not has_finite_gradient(one.find())]
             finding = _describe(self.passes, broken[-1] if broken else None, named, "applied")
-            self._pending = finding, sentinel, count_writes(parameter)
+            self._pending = finding, watched, count_writes(parameter)
             if self._after_step is None:
                 # Only now, because optimizers without hooks are faster.
                 module = sys.modules[self._torch.optim.Optimizer.__module__]
@@ -221,8 +234,8 @@ class Gradients:
                 self.settle()
 
 
-class _Sentinel:
-    """The hook on one parameter.
+class WatchedParameter:
+    """A parameter with a hook on its gradient.
 
     Attributes:
         late: the backward pass whose gradient was not finite, if that was read later; else 0.
@@ -252,6 +265,11 @@ class _Sentinel:
         self._optimizer = weakref.ref(optimizer)
         self._place = len(optimizer.param_groups) - 1, number
 
+    @property
+    def optimizer(self) -> Any | None:
+        """The optimizer that updates it; None once that was deleted."""
+        return self._optimizer()
+
     def find(self) -> Any | None:
         """Return the parameter, or None if the optimizer has been deleted."""
         optimizer = self._optimizer()
@@ -266,6 +284,8 @@ class _Sentinel:
         try:
             task = self._find_task()
             self._gradients.count(task)
+            if self._gradients.observer is not None:
+                self._gradients.observer(self, gradient)
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
             if not _is_here(gradient):

@@ -34,7 +34,17 @@ from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world, list_reduced_names
 from paceline.watch.protocol.frames import is_own
-from paceline.watch.protocol.report import WATCHING_THREAD, Beat, Call, Frame, Group, Phase, Report, Stack
+from paceline.watch.protocol.report import (
+    WATCHING_THREAD,
+    Beat,
+    Call,
+    Fact,
+    Frame,
+    Group,
+    Phase,
+    Report,
+    Stack,
+)
 from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.exits import Exits
@@ -44,6 +54,7 @@ from paceline.watch.rank.memory import MemoryGuard
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
 from paceline.watch.rank.sampling import Sampler
+from paceline.watch.rank.sentinels.sentinels import Sentinels
 from paceline.watch.rank.threads import Mark, mark_main_thread, mark_traceback, read_stacks, resolve
 
 _BEAT_S = 1.0
@@ -86,6 +97,7 @@ class WatchedProcess:
         self.operations = Operations()
         self._recorder = CollectiveRecorder(self.operations)
         self._gradients = Gradients()
+        self._sentinels = Sentinels(self._gradients, lambda: self.operations.count_transfers().total())
         self._sampler = Sampler(time.monotonic())
         self._guard: MemoryGuard | None = None
         self._requests: RequestReader | None = None
@@ -135,6 +147,7 @@ class WatchedProcess:
         """Make the thread send a last beat and end, and restore torch's methods."""
         if self._is_over or self._socket is None:
             return
+        self._sentinels.end()
         self.operations.remove()
         self._gradients.remove()
         if self._guard is not None:
@@ -189,6 +202,7 @@ class WatchedProcess:
         self.operations.install(torch)
         self._exits.watch_terminate()
         self._gradients.install(torch)
+        self._sentinels.install(torch)
         if self._guard is not None:
             self._guard.install(torch)
 
@@ -277,6 +291,9 @@ class WatchedProcess:
                 if not self._is_over:
                     self._gradients.settle()
             stack = mark_main_thread()
+        facts: tuple[Fact, ...] = ()
+        with suppress(Exception):
+            facts = self._sentinels.collect()
         pace = None
         with suppress(Exception):  # A script may have unusual file names and sources.
             pace = self._sampler.drain()
@@ -291,6 +308,7 @@ class WatchedProcess:
             is_waiting=any(code.co_filename.endswith(_C10D_FILE) for code, _ in stack),
             not_finite=self._gradients.found,
             pace=pace,
+            facts=facts,
         )
 
     def _sample(self) -> None:

@@ -1,0 +1,1 @@
+"""What a rank notes of its own numbers, for comparison with those of other ranks."""

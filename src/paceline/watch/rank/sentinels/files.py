@@ -1,0 +1,92 @@
+"""Follows the files that `torch.save` and `torch.load` open, and states of random numbers that are set."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import zlib
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.torch_seams.observing import read_default_group
+from paceline.watch.protocol.frames import is_own
+from paceline.watch.rank.entries import read_status
+from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.sentinels.outbox import Outbox
+from paceline.watch.rank.threads import mark_stack
+
+_MANY_USES = 8
+_MANY_FILES = 256
+_PACKAGE = str(Path(__file__).resolve().parents[3]) + os.sep
+
+
+class Files:
+    """The files that ranks of this node may have in common.
+
+    Attributes:
+        saved: the paths that were written.
+    """
+
+    def __init__(self, torch: Any, gradients: Gradients, outbox: Outbox) -> None:
+        self.saved: set[str] = set()
+        self._torch = torch
+        self._gradients = gradients
+        self._outbox = outbox
+        self._uses: dict[str, deque[list[Any]]] = {}
+        self._times: Counter[str] = Counter()
+
+    def note_save(self, opener: Any, name: Any, *rest: Any) -> None:
+        """Take note of a file that is about to be written."""
+        self._note("save", name)
+
+    def note_load(self, opener: Any, name: Any, mode: str, *rest: Any) -> None:
+        """Take note of a file that is about to be read or written."""
+        self._note("save" if "w" in mode else "load", name)
+
+    def _note(self, what: str, name: Any) -> None:
+        if not isinstance(name, str | os.PathLike):
+            return
+        path = os.path.realpath(name)
+        if path.startswith(("/dev/", "/proc/")):
+            return
+        if what == "save":
+            self.saved.add(path)
+        if len(self._uses) > _MANY_FILES:
+            self._uses.clear()
+        uses = self._uses.setdefault(path, deque(maxlen=_MANY_USES))
+        marks = mark_stack(sys._getframe(3))
+        place = zlib.crc32(repr([(code.co_filename, code.co_name, at) for code, at in marks]).encode())
+        uses.append([what, self._gradients.passes, count_collectives(), time.time(), place])
+        values = {"path": path, "uses": [list(use) for use in uses]}
+        # Other nodes may have another file of this name.
+        self._outbox.put("file", f"{socket.gethostname()} {path}", (), self._gradients.passes, marks, values)
+
+    def note_random_state(self, state: Any, *rest: Any) -> None:
+        """Take note of a state of random numbers that the script sets."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+        group = read_default_group()
+        # A library sets states for its own purposes.
+        if group is None or frame is None or not is_own(frame.f_code.co_filename):
+            return
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        self._times[place] += 1
+        values = {
+            "seed": self._torch.initial_seed(),
+            "before": zlib.crc32(self._torch.get_rng_state().numpy().tobytes()),
+            "after": zlib.crc32(state.numpy().tobytes()),
+        }
+        event = f"{place} {self._times[place]}"
+        self._outbox.put("random", event, group[1], self._gradients.passes, mark_stack(frame), values)
+
+
+def count_collectives() -> int:
+    """Return how many collectives this rank has issued in all groups; -1 if that is not known."""
+    with suppress(Exception):
+        return sum(status.issued for status in read_status().values())
+    return -1

@@ -1,0 +1,1 @@
+"""What the numbers of ranks prove about the script."""

@@ -1,0 +1,335 @@
+"""One mistake per design, with the code that it must get and a part of the line that must be named."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, random_split
+
+from tests.watch.sentinels.parts import (
+    NUM,
+    SIZE,
+    Design,
+    average_gradients,
+    ddp,
+    loss_of,
+    make_data,
+    mlp,
+    rank,
+    sgd,
+    sharded,
+    train,
+    world,
+)
+
+PLANTED: dict[str, tuple[Design, str, str]] = {}
+
+
+def planted(code: str, line: str) -> Callable[[Design], Design]:
+    def register(design: Design) -> Design:
+        PLANTED[design.__name__] = design, code, line
+        return design
+
+    return register
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def never_cleared() -> None:
+    model = ddp()
+    optimizer = sgd(model, 0.001)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def never_cleared_alone() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        loss_of(model, x, y).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def other_model_cleared() -> None:
+    model, other = ddp(), mlp()
+    optimizer = sgd(model, 0.001)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        other.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@planted("PL030", "(loss_of(model, x, y) / 4).backward()")
+def cleared_once_an_epoch() -> None:
+    model = ddp()
+    optimizer = sgd(model, 0.001)
+    batches = [*sharded()[1]] * 2
+    for _ in range(2):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(batches):
+            (loss_of(model, x, y) / 4).backward()
+            if i % 4 == 3:
+                optimizer.step()
+
+
+@planted("PL031", "loss_of(model, x, y).backward()")
+def not_divided() -> None:
+    model = ddp()
+    optimizer = sgd(model, 0.001)
+    sampler, loader = sharded()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for i, (x, y) in enumerate(loader):
+            loss_of(model, x, y).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.zero_grad()
+
+
+@planted("PL829", "(loss_of(model, x, y) / 4).backward()")
+def first_exchanged() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    _, loader = sharded()
+    for i, (x, y) in enumerate([*loader] * 3):
+        with contextlib.nullcontext() if i % 4 == 0 else model.no_sync():
+            (loss_of(model, x, y) / 4).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@planted("PL825", "optimizer.step()")
+def lr_of_rank() -> None:
+    model = ddp()
+    train(model, sgd(model, 0.01 * (rank() + 1)))
+
+
+@planted("PL825", "optimizer.step()")
+def weight_decay_of_rank() -> None:
+    model = ddp()
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5 * rank()))
+
+
+@planted("PL825", "optimizer.step()")
+def lr_by_own_loss() -> None:
+    """A scheduler that follows each rank's own loss."""
+    model = ddp()
+    optimizer = sgd(model)
+
+    def after(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + number * rank())
+
+    train(model, optimizer, after=after)
+
+
+@planted("PL825", "optimizer.step()")
+def lr_of_rank_by_hand() -> None:
+    model = mlp()
+    optimizer = sgd(model, 0.01 * (rank() + 1))
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
+@planted("PL013", "optimizer.step()")
+def step_on_rank_0() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        if rank() == 0:
+            optimizer.step()
+
+
+@planted("PL013", "grad_scaler.step(optimizer)")
+def scaler_on_rank_0() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        optimizer.zero_grad()
+        grad_scaler.scale(loss_of(model, x, y)).backward()
+        if rank() == 0:
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+
+
+@planted("PL826", "optimizer.step()")
+def weights_by_own_seed() -> None:
+    """Gradients are averaged by hand, and nobody has sent the first weights."""
+    model = mlp(seed=rank())
+    optimizer = sgd(model)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
+@planted("PL826", "optimizer.step()")
+def loaded_on_rank_0() -> None:
+    model = ddp()
+    if rank() == 0:
+        model.module.load_state_dict(mlp(seed=7).state_dict())
+    train(model, sgd(model))
+
+
+@planted("PL827", ".backward()")
+def hook_sums() -> None:
+    model = ddp()
+
+    def add(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
+        work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, add)
+    train(model, sgd(model))
+
+
+@planted("PL828", "")
+def sizes_of_rank() -> None:
+    num = 24 if rank() == 0 else 8
+    own = torch.Generator().manual_seed(rank())
+    batches = [(torch.randn(num, 16, generator=own), torch.randint(0, 10, (num,))) for _ in range(20)]
+    model = ddp()
+    train(model, sgd(model), loader=batches)
+
+
+@planted("PL831", "optimizer.step()")
+def not_wrapped() -> None:
+    model = mlp()
+    train(model, sgd(model))
+
+
+@planted("PL831", "optimizer.step()")
+def not_wrapped_with_log() -> None:
+    model = mlp()
+
+    def after(number: int) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    train(model, sgd(model), after=after)
+
+
+@planted("PL831", "")
+def never_exchanged() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    _, loader = sharded()
+    for x, y in [*loader] * 2:
+        with model.no_sync():
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+
+
+@planted("PL831", "optimizer.step()")
+def wrapper_bypassed() -> None:
+    model = ddp()
+    train(model.module, sgd(model))
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def no_sampler() -> None:
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(make_data(), batch_size=SIZE))
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def own_shuffle() -> None:
+    own = torch.Generator().manual_seed(100 + rank())
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(make_data(640), batch_size=SIZE, shuffle=True, generator=own))
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def whole_stream() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            g = torch.Generator().manual_seed(5)
+            for _ in range(NUM):
+                yield torch.randn(16, generator=g), torch.randint(0, 10, (), generator=g)
+
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(Stream(), batch_size=SIZE))
+
+
+@planted("PL059", "functional.cross_entropy(model(x), y)")
+def split_by_seed() -> None:
+    from torch.utils.data import DistributedSampler
+
+    own = torch.Generator().manual_seed(100 + rank())
+    part, _ = random_split(make_data(640), [512, 128], generator=own)
+    sampler: Any = DistributedSampler(part)
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(part, batch_size=SIZE, sampler=sampler), epochs=1)
+
+
+@planted("PL020", "")
+def slices_of_a_tensor() -> None:
+    """No loader at all."""
+    x, y = make_data().tensors
+    model = ddp()
+    batches = [(x[n : n + SIZE], y[n : n + SIZE]) for n in range(0, NUM, SIZE)]
+    train(model, sgd(model), loader=batches)
+
+
+@planted("PL024", "for x, y in")
+def same_order() -> None:
+    _, loader = sharded()
+    model = ddp()
+    train(model, sgd(model), loader=loader)
+
+
+@planted("PL041", "torch.save(model.module.state_dict(), 'all.pt')")
+def one_file() -> None:
+    model = ddp()
+
+    def after(number: int) -> None:
+        if number % 10 == 0:
+            torch.save(model.module.state_dict(), 'all.pt')  # fmt: skip
+
+    train(model, sgd(model), after=after)
+
+
+@planted("PL042", "torch.load('half.pt')")
+def load_races_save() -> None:
+    model = ddp()
+    train(model, sgd(model), epochs=1)
+    if rank() == 0:
+        torch.save(model.module.state_dict(), "half.pt")
+    else:
+        with contextlib.suppress(Exception):
+            torch.load('half.pt')  # fmt: skip
+
+
+@planted("PL830", "torch.set_rng_state(kept)")
+def one_random_state() -> None:
+    torch.manual_seed(7 + rank())
+    kept = torch.get_rng_state()
+    dist.broadcast(kept, 0)
+    torch.set_rng_state(kept)
+
+
+__all__ = ["PLANTED", "Tensor", "functional", "nn", "world"]
