@@ -125,10 +125,6 @@ CASES = {
     "no files match": Case(_set('data.files=["nowhere/*.txt"]'), ["nowhere", "PL2"]),
     "data too short": Case(_set("data.seq_len=100000"), ["100000", "tokens", "PL2"]),
     "tokenizer missing": Case(_set("data.tokenizer=tok.json"), ["tok.json", "PL2"]),
-    "cifar folder missing": Case(
-        _set("model={kind='resnet'}", "data={kind='cifar10', folder='cifar'}"),
-        ["cifar", "data_batch_1.bin", "PL2"],
-    ),
     "out is a file": Case(_train(), ["out", "cannot be", "--out", "PL532"], before=_write("out", "a file")),
     "no ranks": Case(_train("--nproc", "0"), ["nproc=0", "at least 1", "PL320"]),
     "too many ranks": Case(_train("--nproc", "5000"), ["5000", "cores", "PL321"]),

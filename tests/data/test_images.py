@@ -1,10 +1,7 @@
-"""Digits and CIFAR-10."""
+"""Digits."""
 
 from __future__ import annotations
 
-import os
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +9,8 @@ import pytest
 import torch
 
 from paceline.data import build_data
-from paceline.data.cifar10 import IMAGE_SHAPE, MEAN, RECORD_BYTES, STD, TRAIN_FILES
 from paceline.data.digits import load_digits
 from paceline.data.task import TaskData
-from paceline.errors import PacelineError
 from paceline.recipe import parse_recipe
 
 
@@ -63,87 +58,3 @@ def test_digits_samples() -> None:
     assert samples[0]["labels"].dtype == torch.int64
     assert samples[0]["labels"].shape == ()
     assert task(kind="digits", valid_fraction=0.0).valid is None
-
-
-def cifar_folder(folder: Path) -> Path:
-    """Five records per file; pixel values tell file, plane and place."""
-    folder.mkdir()
-    for number, name in enumerate((*TRAIN_FILES, "test_batch.bin")):
-        records = np.zeros((5, RECORD_BYTES), dtype=np.uint8)
-        records[:, 0] = [(number + record) % 10 for record in range(5)]
-        records[:, 1] = 10 * number + np.arange(5)  # red, first pixel
-        records[:, 1 + 1024 + 32] = 100  # green, second row, first column
-        records[:, -1] = 255  # blue, last pixel
-        records.tofile(folder / name)
-    return folder
-
-
-def test_cifar10_records(tmp_path: Path) -> None:
-    data = task(kind="cifar10", folder=str(cifar_folder(tmp_path / "cifar")))
-    assert (data.num_classes, data.image_shape) == (10, IMAGE_SHAPE)
-    assert data.valid is not None
-    assert (len(data.train), len(data.valid)) == (25, 5)
-    assert [int(data.train[i]["labels"]) for i in (0, 4, 5, 24)] == [0, 4, 1, 8]
-    sample = data.train[13]  # the fourth record of the third file
-    assert sample["images"].shape == IMAGE_SHAPE
-    assert sample["images"].dtype == torch.float32
-    pixels = sample["images"] * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
-    expected = torch.zeros(IMAGE_SHAPE)
-    expected[0, 0, 0], expected[1, 1, 0], expected[2, 31, 31] = 23 / 255, 100 / 255, 1
-    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-6)
-    with pytest.raises(IndexError):
-        data.train[25]
-
-
-def test_cifar10_pickles_as_paths(tmp_path: Path) -> None:
-    data = task(kind="cifar10", folder=str(cifar_folder(tmp_path / "cifar")))
-    packed = pickle.dumps(data.train)
-    assert len(packed) < 3000
-    copy = pickle.loads(packed)
-    assert torch.equal(copy[7]["images"], data.train[7]["images"])
-
-
-def break_folder(folder: Path, how: str) -> Path:
-    path = folder / "data_batch_2.bin"
-    match how:
-        case "no folder":
-            return folder / "nothing"
-        case "no file":
-            path.unlink()
-        case "python version":
-            for name in os.listdir(folder):
-                (folder / name).rename(folder / name.removesuffix(".bin"))
-        case "folder above":
-            inner = folder / "cifar-10-batches-bin"
-            inner.mkdir()
-            for file in folder.glob("*.bin"):
-                file.rename(inner / file.name)
-        case "short":
-            os.truncate(path, 5 * RECORD_BYTES - 1)
-        case "empty":
-            os.truncate(path, 0)
-        case "labels":
-            records = np.fromfile(path, dtype=np.uint8)
-            records[3 * RECORD_BYTES] = 77
-            records.tofile(path)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "says"),
-    [
-        ("no folder", "PL207", "is not a folder"),
-        ("no file", "PL207", "has no data_batch_2.bin"),
-        ("python version", "PL207", "This is the Python version"),
-        ("folder above", "PL207", "cifar-10-batches-bin'"),
-        ("short", "PL208", "data_batch_2.bin has 15364 bytes"),
-        ("empty", "PL208", "data_batch_2.bin has 0 bytes"),
-        ("labels", "PL208", "record 3 has label 77"),
-    ],
-)
-def test_cifar10_mistakes(tmp_path: Path, how: str, code: str, says: str) -> None:
-    folder = break_folder(cifar_folder(tmp_path / "cifar"), how)
-    with pytest.raises(PacelineError) as caught:
-        task(kind="cifar10", folder=str(folder))
-    assert caught.value.code == code
-    assert says in str(caught.value)

@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "encoder": ({"kind": "encoder"}, {"kind": "masked_text", "seq_len": 64}),
     "narrow encoder": ({"kind": "encoder", "layers": 1, "ffn_hidden": 96}, {"kind": "masked_text"}),
     "resnet": ({"kind": "resnet"}, {"kind": "digits"}),
-    "ResNet-20": ({"kind": "resnet", "blocks": [3, 3, 3]}, {"kind": "cifar10", "folder": "."}),
+    "ResNet-20": ({"kind": "resnet", "blocks": [3, 3, 3]}, {"kind": "digits"}),
 }
 
 
@@ -54,7 +54,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     model, (facts, _) = recipe.model, read_facts(recipe)
     with torch.device("meta"):
         if model.kind == "resnet":
-            return Resnet(model, 3 if recipe.data.kind == "cifar10" else 1, 10)
+            return Resnet(model, 1, 10)
         assert facts.vocab_size is not None
         assert facts.seq_len is not None
         if model.kind == "gpt":

@@ -184,12 +184,6 @@ ONE_PROBLEM = {
     "section is a value": (small(model="gpt"), "PL101", 'model="gpt".', "[model]"),
     "missing kind": (small(model={"layers": 2}), "PL101", "model.kind is missing.", 'kind = "gpt"'),
     "unknown kind": (small(model={"kind": "gtp"}), "PL101", 'model.kind="gtp".', '"gpt"'),
-    "missing key": (
-        small(model={"kind": "resnet"}, data={"kind": "cifar10"}),
-        "PL101",
-        "data.folder is missing.",
-        "Add data.folder",
-    ),
     "string for a number": (small(train={"steps": "10"}), "PL101", 'train.steps="10".', "steps"),
     "float for an integer": (small(train={"steps": 1.0}), "PL101", "train.steps=1.0.", "steps"),
     "bool for an integer": (small(train={"steps": True}), "PL101", "train.steps=true.", "steps"),

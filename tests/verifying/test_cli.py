@@ -35,13 +35,12 @@ def recipe(tmp_path: Path) -> str:
 
 
 def test_a_right_layout_ends_with_0(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", recipe, "--layout", "dp_replicate=2", "--steps", "1", "--tolerances"]) == 0
+    assert main(["verify", recipe, "--layout", "dp_replicate=2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 layout, against one process; 1 steps of 16 samples in microbatches of 5, fp64" in out
     assert "dp_replicate=2" in out
     assert "every bit the same" in out
     assert "1 layout: 1 the same as one process." in out
-    assert "1/gradient/norm.weight" in out
 
 
 def test_json_has_everything(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     shape.add_argument("--markdown", action="store_true", help="print a table in Markdown, and nothing else")
-    parser.add_argument("--tolerances", action="store_true", help="also list every tensor's tolerance")
     parser.set_defaults(run=run)
 
 
@@ -101,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
         print(verify_report.describe_markdown(verified, asked))
     else:
         print(verify_report.describe_end(verified, asked))
-    if args.tolerances and not args.json:
-        print(verify_report.describe_tolerances(verified))
     if verified.ok:
         return 0
     return 2 if {result.status for result in verified.results} <= {"ok", "refused"} else 1

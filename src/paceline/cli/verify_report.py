@@ -104,14 +104,6 @@ def describe_markdown(verified: Verified, asked: Asked) -> str:
     return "\n".join(lines)
 
 
-def describe_tolerances(verified: Verified) -> str:
-    """Return every tensor with its noise floor, its largest element and its tolerance."""
-    rows = [("floor", "largest", "tolerance", "step/kind/name")]
-    for key, (floor, scale, tolerance) in sorted(verified.tolerances.items()):
-        rows.append((f"{floor:.1e}", f"{scale:.1e}", f"{tolerance:.1e}", key))
-    return "\n" + "\n".join(f"{a:>9} {b:>9} {c:>9}  {d}" for a, b, c, d in rows)
-
-
 def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
     """Return all results, JSON-able."""
     table: dict[str, Any] = as_plain(asdict(verified))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.cifar10 import Cifar10Part, open_cifar10
 from paceline.data.digits import Digits, load_digits
 from paceline.data.files import CorpusSplit, find_text_files, split_files
 from paceline.data.tokens import Corpus, TokenFile, build_corpus
 from paceline.errors import PacelineError
-from paceline.recipe.schema import Cifar10Data, DigitsData, MaskedTextData, Recipe, TextData
+from paceline.recipe.schema import DigitsData, MaskedTextData, Recipe, TextData
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,7 @@ class PreparedDigits:
     valid: Digits | None
 
 
-@dataclass(frozen=True)
-class PreparedCifar10:
-    """CIFAR-10's parts, checked and mapped."""
-
-    train: Cifar10Part
-    valid: Cifar10Part
-
-
-def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifar10:
+def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits:
     """Check the recipe's data and build its caches; imports no torch.
 
     Cheap if the cache exists (one stat per file), else one pass over the text. Any number of processes may
@@ -56,24 +47,20 @@ def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifa
         PacelineError: PL200 to PL209, PL213 and PL214, see `codes/PL200-data.md`.
     """
     section = recipe.data
-    prepared: PreparedText | PreparedDigits | PreparedCifar10
+    prepared: PreparedText | PreparedDigits
     if isinstance(section, DigitsData):
         prepared = PreparedDigits(*load_digits(section.valid_fraction))
-    elif isinstance(section, Cifar10Data):
-        prepared = PreparedCifar10(*open_cifar10(Path(section.folder).expanduser()))
     else:
         prepared = _prepare_text(section)
     _check_batch(recipe.train.global_batch_size, prepared)
     return prepared
 
 
-def _check_batch(global_batch_size: int, prepared: PreparedText | PreparedDigits | PreparedCifar10) -> None:
+def _check_batch(global_batch_size: int, prepared: PreparedText | PreparedDigits) -> None:
     if isinstance(prepared, PreparedText):
         num_samples = prepared.num_samples(prepared.corpus.train)
-    elif isinstance(prepared, PreparedDigits):
-        num_samples = len(prepared.train.labels)
     else:
-        num_samples = len(prepared.train)
+        num_samples = len(prepared.train.labels)
     if global_batch_size > num_samples:
         raise PacelineError(
             "PL214",

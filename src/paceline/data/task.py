@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch.utils.data import Dataset
 
-from paceline.data import cifar10, digits
-from paceline.data.images import Cifar10Images, DigitImages
-from paceline.data.prepare import PreparedDigits, PreparedText, prepare_data
+from paceline.data import digits
+from paceline.data.images import DigitImages
+from paceline.data.prepare import PreparedText, prepare_data
 from paceline.data.text import MaskedTokens, NextTokens, Sample
 from paceline.data.tokenizer import Tokenizer
 from paceline.data.tokens import TokenFile
@@ -62,18 +62,11 @@ def build_data(recipe: Recipe) -> TaskData:
     if isinstance(prepared, PreparedText):
         assert isinstance(recipe.data, TextData | MaskedTextData)
         return _build_text(prepared, recipe.data, recipe.train.seed)
-    if isinstance(prepared, PreparedDigits):
-        return TaskData(
-            train=DigitImages(prepared.train),
-            valid=None if prepared.valid is None else DigitImages(prepared.valid),
-            num_classes=digits.NUM_CLASSES,
-            image_shape=digits.IMAGE_SHAPE,
-        )
     return TaskData(
-        train=Cifar10Images(prepared.train),
-        valid=Cifar10Images(prepared.valid),
-        num_classes=cifar10.NUM_CLASSES,
-        image_shape=cifar10.IMAGE_SHAPE,
+        train=DigitImages(prepared.train),
+        valid=None if prepared.valid is None else DigitImages(prepared.valid),
+        num_classes=digits.NUM_CLASSES,
+        image_shape=digits.IMAGE_SHAPE,
     )
 
 

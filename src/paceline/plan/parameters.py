@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.schema import (
-    Cifar10Data,
     DecoderFields,
     EncoderModel,
     MaskedTextData,
@@ -66,7 +65,7 @@ def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Param
     """
     model, data = recipe.model, recipe.data
     if isinstance(model, ResnetModel):
-        return list(_list_resnet(model, num_channels=3 if isinstance(data, Cifar10Data) else 1))
+        return list(_list_resnet(model))
     assert isinstance(data, TextData | MaskedTextData)
     vocab_size = count_vocab(data) if vocab_size is None else vocab_size
     assert vocab_size is not None, "a tokenizer file: give vocab_size"
@@ -148,9 +147,9 @@ def _list_encoder(model: EncoderModel, vocab_size: int, seq_len: int) -> Iterato
     yield Parameter("head.bias", (vocab_size,), tp_dim=0)
 
 
-def _list_resnet(model: ResnetModel, num_channels: int) -> Iterator[Parameter]:
+def _list_resnet(model: ResnetModel) -> Iterator[Parameter]:
     width = model.width
-    yield Parameter("stem.weight", (width, num_channels, 3, 3))
+    yield Parameter("stem.weight", (width, 1, 3, 3))
     yield Parameter("stem_norm.weight", (width,))
     yield Parameter("stem_norm.bias", (width,))
     number = 0

@@ -17,7 +17,7 @@ from paceline.recipe.schema import (
     default_ffn_hidden,
 )
 
-NUM_CLASSES = 10  # of digits and of CIFAR-10
+NUM_CLASSES = 10  # of digits
 NUM_BYTES = 256
 
 

@@ -267,16 +267,7 @@ class DigitsData(Section):
     """Share of the images held out for validation."""
 
 
-class Cifar10Data(Section):
-    """CIFAR-10 in its binary version, from a local folder."""
-
-    kind: Literal["cifar10"]
-    """`"cifar10"`."""
-    folder: str
-    """The folder with `data_batch_1.bin` ... `data_batch_5.bin` and `test_batch.bin`."""
-
-
-DataSection = Annotated[TextData | MaskedTextData | DigitsData | Cifar10Data, Field(discriminator="kind")]
+DataSection = Annotated[TextData | MaskedTextData | DigitsData, Field(discriminator="kind")]
 
 
 class LoaderSection(Section):
@@ -525,14 +516,14 @@ class Recipe(Section):
             "gpt": ("text",),
             "moe": ("text",),
             "encoder": ("masked_text",),
-            "resnet": ("digits", "cifar10"),
+            "resnet": ("digits",),
         }
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(
                 "PL116",
                 f"model.kind={self.model.kind!r} with data.kind={self.data.kind!r}.",
                 "gpt and moe predict the next token of text, encoder the masked tokens of masked_text, "
-                "resnet the class of images (digits, cifar10).",
+                "resnet the class of images (digits).",
                 f"Set data.kind to {' or '.join(repr(kind) for kind in needs[self.model.kind])}.",
             )
         if self.train.steps is not None and self.optimizer.warmup_steps > self.train.steps:

@@ -45,8 +45,7 @@ class LayoutResult:
         worst_noise: the largest difference in units of an ordinary rounding difference.
         worst_where: which tensor had the largest, as `step/kind/name`.
         same_bits: whether nothing differed by a single bit.
-        forward_bits: whether the outputs and losses of the first step's forwards did not; `None` under tp,
-            whose ranks have parts of them.
+        forward_bits: whether the loss of the first step did not; `None` if no step ran.
         num_compared: tensors and numbers, over all ranks.
         seconds: that it took.
         findings: the causes if the status is not `"ok"`.

@@ -29,7 +29,6 @@ from paceline.verifying.compare import (
     measure_distance,
     share_apart,
 )
-from paceline.verifying.forward_bits import ForwardBits, compare_digests, keeps_outputs
 from paceline.verifying.observe import holds, list_parts, take_part
 from paceline.verifying.reference import Reference, key_of
 from paceline.verifying.run_steps import KINDS, run_steps
@@ -52,8 +51,8 @@ class Compared:
         same_bits: whether nothing differed by a single bit.
         differences: those beyond tolerance, in the order in which a run produces them.
         sizes: of all differences beyond tolerance, by key.
-        forward_bits: whether this rank's forwards of the first step had the bits of one process; `None` if it
-            has no whole outputs.
+        forward_bits: whether the loss of the first step had the bits of one process, which only the same
+            forwards give.
         refused: the code and text of the error that every rank met while building.
         seconds: the time that the layout took on this rank.
     """
@@ -90,6 +89,8 @@ class Comparer:
         size = 0.0 if value == expected or (math.isnan(value) and math.isnan(expected)) else math.inf
         if size and math.isfinite(value) and math.isfinite(expected):
             size = abs(value - expected)
+        if (step, kind) == (1, "loss"):
+            self.found.forward_bits = size == 0
         noise = self._reference.facts.noise[key]
         factor = value / expected if expected and math.isfinite(value) else None
         self._note(step, kind, "", size, noise, factor=factor)
@@ -210,13 +211,7 @@ def compare_layout(opened: Opened, subject: Subject, reference: Reference, layou
         return Compared(refused=error)
     try:
         comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))
-        bits = ForwardBits(trainer) if keeps_outputs(layout) else None
-        shares = opened.give_shares(trainer)
-        before = None if bits is None else bits.before_step
-        run_steps(trainer, shares, subject.num_steps, comparer, before_step=before)
-        compared = comparer.finish()
-        if bits is not None:
-            compared.forward_bits = compare_digests(bits.digests, reference.facts.forwards)
-        return compared
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, comparer)
+        return comparer.finish()
     finally:
         trainer.close()

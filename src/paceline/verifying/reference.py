@@ -43,7 +43,6 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.recipe import Layout
 from paceline.verifying.compare import EPS, FACTORS, Noise, largest, measure_distance
-from paceline.verifying.forward_bits import ForwardBits
 from paceline.verifying.observe import move_last_bits
 from paceline.verifying.precision import Rounding
 from paceline.verifying.run_steps import run_steps
@@ -78,7 +77,6 @@ class Facts:
         draws: random draws of the forward that depend on more than the sample.
         narrow: modules that compute in a narrower type than the training's, with that type.
         ordered: buffers that depend on the order of the microbatches, by more than rounding.
-        forwards: by microbatch of the first step, a digest of what its forward returned (`ForwardBits`).
     """
 
     numbers: dict[str, float]
@@ -90,7 +88,6 @@ class Facts:
     draws: list[Finding]
     narrow: dict[str, str] = field(default_factory=dict)
     ordered: list[str] = field(default_factory=list)
-    forwards: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the facts into the folder."""
@@ -191,7 +188,6 @@ def make_reference(subject: Subject, folder: str) -> Facts:
         num_microbatches=first.num_microbatches,
         tied=first.tied,
         draws=first.draws,
-        forwards=first.forwards,
     )
     _check_repeatable(facts, subject.dtype)
     save_file(first.found.tensors, str(Path(folder) / "reference.safetensors"))
@@ -208,7 +204,6 @@ class _First:
     num_microbatches: list[int]
     tied: list[list[str]]
     draws: list[Finding]
-    forwards: dict[str, str]
 
 
 def _train_first(opened: Opened, subject: Subject) -> _First:
@@ -218,11 +213,9 @@ def _train_first(opened: Opened, subject: Subject) -> _First:
         trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
         tied = _list_tied(trainer.model)
         shares: list[Share] = []
-        bits = ForwardBits(trainer)
 
-        def keep(step: int, share: Share, shares: list[Share] = shares, bits: ForwardBits = bits) -> None:
+        def keep(step: int, share: Share, shares: list[Share] = shares) -> None:
             shares.append(share)
-            bits.before_step(step, share)
 
         found = _ReferenceRecorder()
         run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=keep)
@@ -231,7 +224,7 @@ def _train_first(opened: Opened, subject: Subject) -> _First:
         if not clip_norm or not finite or any(norm > clip_norm for norm in finite):
             counts = [share.num_microbatches for share in shares]
             draws = trainer.find_random_draws(shares[0])
-            return _First(found, clip_norm, counts, tied, draws, bits.digests)
+            return _First(found, clip_norm, counts, tied, draws)
         clip_norm = _CLIPPED_SHARE * min(finite)
 
 
