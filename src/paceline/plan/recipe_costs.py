@@ -11,7 +11,6 @@ from paceline.plan.parameters import Parameter, list_parameters
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.schema import (
-    Cifar10Data,
     DecoderFields,
     MaskedTextData,
     MoeModel,
@@ -123,8 +122,7 @@ def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> 
 def _list_images(
     model: ResnetModel, recipe: Recipe, parameters: dict[str, list[Parameter]], number: int
 ) -> Iterator[ModelPart]:
-    is_cifar = isinstance(recipe.data, Cifar10Data)
-    side, channels, width = (32, 3, model.width) if is_cifar else (8, 1, model.width)
+    side, channels, width = 8, 1, model.width
     made: dict[tuple[int, int, int], ModelPart] = {}
 
     def convolve(side: int, inputs: int, outputs: int, count: int, name: str) -> ModelPart:
