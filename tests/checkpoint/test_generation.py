@@ -35,8 +35,8 @@ def save_jointly(run: Path, step: int, generation: int) -> None:
     content = prepare(step)
     order = Order(step, f"{generation:04d}", 1, "full", {"generation": generation}, content.num_bytes)
     folder = CheckpointFolder(run, keep=9, generation=generation)
-    joint = JointSave(folder, order, 0, None, lambda error: error, lambda: False)
-    outcome = joint.write(content.list_files(), [], None)
+    joint = JointSave(folder, order, 0, None, lambda error: error)
+    outcome = joint.write(content.list_files())
     if outcome.error is not None:
         raise outcome.error
 

@@ -21,8 +21,9 @@ def write(
 ) -> Outcome:
     order = Order(5, "token", 3, "sharded", {"generation": 1}, 100)
     folder = CheckpointFolder(run, keep=9, generation=1)
-    save = JointSave(folder, order, rank, store, lambda error: error, lambda: gives_up)
-    return save.write([plan_tensors(f"part-{rank}.safetensors", {"x": torch.ones(rank + 1)})], (), error)
+    save = JointSave(folder, order, rank, store, lambda error: error)
+    plan = plan_tensors(f"part-{rank}.safetensors", {"x": torch.ones(rank + 1)})
+    return save.write([plan], (), error, lambda: gives_up)
 
 
 def write_all(run: Path, *errors: PacelineError | None) -> list[Outcome]:

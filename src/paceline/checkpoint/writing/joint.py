@@ -1,8 +1,9 @@
-"""A save that ranks write together while they train: each its files, then rank 0 commits.
+"""A save that ranks write together: each its files, then rank 0 commits.
 
 Each rank writes into one temporary folder and posts the hashes of its files, or its error, at the store where
 the ranks have met. Rank 0 holds the folder's lock meanwhile. Once it has all posts, it compares the ranks'
-digests (PL418) and commits, or ends the save. Nothing here is a collective, so a thread can do it.
+digests (PL418) and commits, or ends the save. Nothing here is a collective, so a thread can do it while
+training goes on.
 
 A save that a crash interrupts is not committed; the next save removes what is left of it.
 """
@@ -80,7 +81,6 @@ class JointSave:
         rank: this one.
         store: of the ranks; `None` for a single writer.
         name_rank: adds this rank to an error, for the others.
-        gives_up: whether rank 0 stops waiting for the others.
     """
 
     def __init__(
@@ -90,13 +90,17 @@ class JointSave:
         rank: int,
         store: Store | None,
         name_rank: Callable[[PacelineError], PacelineError],
-        gives_up: Callable[[], bool],
     ) -> None:
         self._commits, self._order, self._rank, self._store = commits, order, rank, store
-        self._name_rank, self._gives_up = name_rank, gives_up
+        self._name_rank = name_rank
+        self._gives_up: Callable[[], bool] = lambda: False
 
     def write(
-        self, plans: Sequence[FilePlan], digests: Sequence[Digests], error: PacelineError | None
+        self,
+        plans: Sequence[FilePlan],
+        digests: Sequence[Digests] = (),
+        error: PacelineError | None = None,
+        gives_up: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Write this rank's files, and commit on rank 0; never raises.
 
@@ -104,7 +108,9 @@ class JointSave:
             plans: the files, of tensors that do not change any more.
             digests: of this rank's tensors that other ranks hold too.
             error: why there is nothing to write.
+            gives_up: whether rank 0 stops waiting for the others; by default it never does.
         """
+        self._gives_up = gives_up or self._gives_up
         try:
             if self._rank == 0:
                 return Outcome(path=self._lead(plans, digests, error))

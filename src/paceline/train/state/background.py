@@ -7,17 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
-from paceline.checkpoint import CheckpointFolder
+import torch
+
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
+from paceline.checkpoint.writing.joint import JointSave, Outcome
 from paceline.checkpoint.writing.state_copy import CopyMemory, CopyThread, Held, StateCopy, measure
 from paceline.errors import PacelineError
-from paceline.torch_seams.groups import find_store
-from paceline.train.state.disks import name_rank
-from paceline.world import World
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.
 _NICENESS = 10
@@ -29,17 +26,17 @@ class Background:
     """The copying and writing of this rank's shares.
 
     Args:
-        world: the ranks.
+        device: of the model.
 
     Attributes:
         save_s: seconds from the begin of the last copy to the outcome of its save.
         num_copied_bytes: of all saves.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.save_s: float | None = None
         self.num_copied_bytes = 0
-        self._world = world
+        self._device = device
         self._memory = CopyMemory()
         self._thread: CopyThread | None = None
         self._state_copy: StateCopy | None = None
@@ -62,7 +59,7 @@ class Background:
 
         def reserve() -> None:
             with suppress(RuntimeError):  # the save says so, and what follows from it
-                self._memory.reserve(num_bytes, self._world.device)
+                self._memory.reserve(num_bytes, self._device)
 
         self._reserving = threading.Thread(target=reserve, name="paceline-reserve", daemon=True)
         self._reserving.start()
@@ -72,15 +69,14 @@ class Background:
         self._finish_reserving()
         num_bytes = measure(plans)
         try:
-            self._memory.reserve(num_bytes, self._world.device)
+            self._memory.reserve(num_bytes, self._device)
         except RuntimeError:
             return f"there is no memory for {num_bytes:,} bytes"
         return ""
 
     def begin(
         self,
-        folder: CheckpointFolder,
-        order: Order,
+        save: JointSave,
         plans: Sequence[FilePlan],
         late: frozenset[int],
         held: Sequence[Held],
@@ -88,8 +84,7 @@ class Background:
         """Copy the files, the tensors in `late` by a thread; then another one writes them.
 
         Args:
-            folder: of the run's checkpoints.
-            order: of the save.
+            save: this rank's side of it.
             plans: of the files.
             late: ids of the tensors that only an optimizer's step changes.
             held: what other ranks hold copies of.
@@ -98,15 +93,11 @@ class Background:
             self._thread = CopyThread()
         self._begin_s = time.monotonic()
         self._ended.clear()
-        store = find_store() if order.num_writers > 1 else None
-        save = JointSave(
-            folder, order, self._world.rank, store, partial(name_rank, self._world), self._gives_up
-        )
 
         def write(plans: Sequence[FilePlan], error: PacelineError | None, digests: list[Digests]) -> None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            self._outcome = save.write(plans, digests, error)
+            self._outcome = save.write(plans, digests, error, self._gives_up)
             self.save_s = time.monotonic() - self._begin_s
             self._ended.set()
 
@@ -115,7 +106,7 @@ class Background:
             args = copied.plans, error, digests
             threading.Thread(target=write, args=args, name="paceline-save", daemon=True).start()
 
-        self._state_copy = StateCopy(self._thread, self._memory, plans, late, held, self._world.device, end)
+        self._state_copy = StateCopy(self._thread, self._memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
         if self._copies_at_once:
             self._state_copy.wait()

@@ -1,13 +1,15 @@
-"""Decides when a save is made and what happens if it fails: in the call, or in the background.
+"""Makes saves, in the call or in the background, and decides what happens if they fail.
 
-A save in the background, on every rank:
+A save, on every rank:
 
 1. Wait for the outcome of the save before: there is memory for one copy.
 2. Prepare this rank's files, and exchange in one collective: errors, the inputs of the plan, the outcome of
-   the save before, and rank 0's name for this one. This is the only communication of a save.
-3. Copy headers and what may change at once; a thread copies the rest (`checkpoint/writing/state_copy.py`).
-4. Another thread writes the copy, and rank 0's commits (`checkpoint/writing/joint.py`). Training goes on;
-   before an optimizer's step, and whatever else may change weights, `before_write` waits for the copy.
+   the save before, and rank 0's name for this one.
+3. Write the files; rank 0 commits once all ranks have written (`checkpoint/writing/joint.py`).
+
+In the background, 3 begins with a copy. Headers and what may change are copied at once, the rest by a thread
+(`checkpoint/writing/state_copy.py`), and another thread writes. Training goes on; before an optimizer's step,
+and whatever else may change weights, `before_write` waits for the copy.
 
 A failing disk does not end training: the failure is reported, the next save tries again, and only
 `max_failed` failures in a row raise PL508.
@@ -21,6 +23,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,11 @@ from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content.protocol import Prepared
 from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.checkpoint.names import step_name
-from paceline.checkpoint.writing.joint import Order, Outcome
+from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
+from paceline.torch_seams.groups import find_store
 from paceline.train.state.background import Background
+from paceline.train.state.disks import name_rank
 from paceline.train.state.transfer import gather
 from paceline.train.state.write import (
     RunState,
@@ -38,8 +43,6 @@ from paceline.train.state.write import (
     caught,
     prepare_full,
     prepare_share,
-    write_full,
-    write_sharded,
 )
 from paceline.train.step import SaveTimes
 from paceline.world import World
@@ -134,7 +137,7 @@ class Saving:
     """
 
     def __init__(self, world: World, mode: str, asynchronous: bool, max_failed: int) -> None:
-        self.background = Background(world) if asynchronous else None
+        self.background = Background(world.device) if asynchronous else None
         self._world = world
         self.mode = mode
         self._max_failed = max_failed
@@ -144,6 +147,7 @@ class Saving:
         self._outcome: Outcome | None = None
         self._is_writing = False
         self._has_told_why_not = False
+        self._begin_s = 0.0
         self._stall_s: float | None = None
         self._save_s: float | None = None
         self._is_reserved = False
@@ -174,17 +178,20 @@ class Saving:
             write: saves now, in its own way; collective.
 
         Raises:
-            PacelineError: PL383, PL507, PL510, PL524, PL525; PL508 after `max_failed` failures in a row.
+            PacelineError: PL383, PL507, PL510, PL525; PL508 after `max_failed` failures in a row.
         """
-        begin_s = time.perf_counter()
+        self._begin_s = begin_s = time.perf_counter()
         handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)
         try:
-            background = self.background if write is None else None
-            if background is not self.background:
-                self._tell_why_not("the nodes have disks of their own")
-            if background is None or not self._begin(background, folder, handle, state, identity):
-                self._save_now(folder, handle, state, identity, write)
-                self._save_s = time.perf_counter() - begin_s
+            if write is None:
+                self._save(folder, handle, state, identity)
+            else:
+                if self.background is not None:
+                    self._tell_why_not("the nodes have disks of their own")
+                state.check_copies()
+                with caught() as raised:
+                    path = write(self._world, folder, handle.step, state, identity)
+                self._end_now(handle, Outcome(error=raised.error) if raised.error else Outcome(path=path))
         finally:
             self._add_stall(begin_s)
         return handle
@@ -248,16 +255,11 @@ class Saving:
                     self._tell(handle, outcome.error, self._num_failed + 1)
         self._pending, self._outcome, self._is_writing = None, None, False
 
-    def _begin(
-        self,
-        background: Background,
-        folder: CheckpointFolder,
-        handle: SaveHandle,
-        state: RunState,
-        identity: dict[str, Any],
-    ) -> bool:
-        """Begin a save in the background; return `False` if some rank cannot."""
-        if self.mode != SHARDED:
+    def _save(
+        self, folder: CheckpointFolder, handle: SaveHandle, state: RunState, identity: dict[str, Any]
+    ) -> None:
+        background = self.background
+        if background is None or self.mode != SHARDED:
             state.check_copies()
         self._receive(None)
         prepared: Prepared | None = None
@@ -268,7 +270,7 @@ class Saving:
             else:
                 prepared = prepare_full(self._world, state)
         plans = [] if prepared is None else prepared.list_files()
-        if prepared is not None and raised.error is None:
+        if background is not None and prepared is not None and raised.error is None:
             why_not = background.get_ready(plans)
         own = _Entry(raised.error, digest, self._outcome, why_not, secrets.token_hex(4), identity)
         entries = gather(self._world, own)
@@ -278,10 +280,12 @@ class Saving:
             self._settle(self._pending, outcome)
         agree([(entry.error, entry.digest) for entry in entries])
         reasons = [f"rank {rank}: {entry.why_not}" for rank, entry in enumerate(entries) if entry.why_not]
-        if reasons:
+        if background is not None and reasons:
             self._tell_why_not(f"the state cannot be copied into memory ({reasons[0]})")
-            return False
-        self._pending, self._outcome, self._is_writing = handle, None, prepared is not None
+            if self.mode == SHARDED:
+                state.check_copies()
+            background = None
+        save = None
         if prepared is not None:
             order = Order(
                 step=handle.step,
@@ -291,10 +295,19 @@ class Saving:
                 identity=entries[0].identity,
                 num_bytes=prepared.num_bytes,
             )
+            store = find_store() if order.num_writers > 1 else None
+            save = JointSave(folder, order, self._world.rank, store, partial(name_rank, self._world))
+        if background is None:
+            written = None if save is None else save.write(plans)
+            outcome = gather(self._world, written)[0]
+            assert outcome is not None  # rank 0 always writes
+            self._end_now(handle, outcome)
+            return
+        self._pending, self._outcome, self._is_writing = handle, None, save is not None
+        if save is not None and prepared is not None:
             # In mode "full" only rank 0 writes, and the ranks have compared their copies above.
             held = [each.hold() for each in state.copies] if self.mode == SHARDED else []
-            background.begin(folder, order, plans, prepared.late, held)
-        return True
+            background.begin(save, plans, prepared.late, held)
 
     def _measure(self, state: RunState) -> int:
         """Return about how many bytes this rank writes."""
@@ -303,22 +316,12 @@ class Saving:
             return sum(tensor.numel() * tensor.element_size() for tensor in share.tensors.values())
         return share.num_bytes if self._world.is_main else 0
 
-    def _save_now(
-        self,
-        folder: CheckpointFolder,
-        handle: SaveHandle,
-        state: RunState,
-        identity: dict[str, Any],
-        write: Write | None,
-    ) -> None:
-        state.check_copies()
-        write = write or (write_sharded if self.mode == SHARDED else write_full)
-        try:
-            outcome = Outcome(path=write(self._world, folder, handle.step, state, identity))
-        except PacelineError as error:
-            if error.code != "PL508":
-                raise
-            outcome = Outcome(error=error)
+    def _end_now(self, handle: SaveHandle, outcome: Outcome) -> None:
+        """Settle a save that all ranks have waited for; an error that the disk did not cause ends the run."""
+        self._save_s = time.perf_counter() - self._begin_s
+        if outcome.error is not None and outcome.error.code != "PL508":
+            outcome.error.on_every_rank = True
+            raise outcome.error
         self._settle(handle, outcome)
 
     def _receive(self, timeout_s: float | None) -> None:

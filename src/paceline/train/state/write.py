@@ -1,35 +1,23 @@
-"""Writes a run's checkpoints: rank 0 writes whole tensors, or every rank its share of the parts.
+"""Prepares what each rank writes of a run's state: rank 0 whole tensors, or every rank its share of parts.
 
-Protocol of a sharded save, all ranks together:
-
-1. Each rank lists its parts, plans the writer of every part, and prepares its own share. Ranks compare
-   digests of their plans' inputs, so that a part without a writer is detected before anything is written.
-2. Rank 0 takes the folder's lock and makes the temporary folder. All ranks wait until they see it.
-3. Each rank writes its file. Rank 0 collects names, sizes and hashes.
-4. Rank 0 checks that the parts make every tensor whole, and commits by the rename. All ranks get the result.
-
-An error on any rank ends the save on all of them with that rank's message.
+For shares, each rank plans the writer of every part. Ranks compare digests of their plans' inputs, so that a
+part without a writer is detected before anything is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import CheckpointFolder, tree
-from paceline.checkpoint.commit import Save
+from paceline.checkpoint import tree
 from paceline.checkpoint.content import full
-from paceline.checkpoint.content.protocol import MODEL, write_files
-from paceline.checkpoint.content.sharded import NAME as SHARDED
+from paceline.checkpoint.content.protocol import MODEL
 from paceline.checkpoint.content.sharded import PreparedShare
-from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
@@ -37,14 +25,10 @@ from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_leaves, tree_map
 from paceline.train.copies import Copies
 from paceline.train.pieces import OwnPart, join_pieces
-from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
 from paceline.train.state.residuals import HeldRows
 from paceline.train.state.transfer import gather, run_on_main
 from paceline.world import World
-
-# How long a disk that several nodes share may take to show a new folder.
-_APPEARS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -98,19 +82,6 @@ def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
     return replace(prepared, late=frozenset(late))
 
 
-def write_full(
-    world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
-) -> Path:
-    """Write a checkpoint of whole tensors by rank 0; collective."""
-    content = gather_full(world, state)
-
-    def write() -> Path:
-        assert content is not None
-        return folder.save(step, content, identity=identity)
-
-    return run_on_main(world, write)
-
-
 def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
     """Return the files of a checkpoint of whole tensors on rank 0, `None` elsewhere; collective."""
     with caught() as found:
@@ -122,40 +93,6 @@ def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
 
     run_on_main(world, check)
     return content
-
-
-def write_sharded(
-    world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
-) -> Path:
-    """Write a sharded checkpoint, with one share by each rank; collective."""
-    prepared = agree_on_share(world, state)
-    with contextlib.ExitStack() as held:
-        save: Save | None = None
-
-        def begin() -> Path:
-            nonlocal save
-            save = folder.begin(step, num_bytes=prepared.num_bytes, identity=identity)
-            return held.enter_context(save).folder
-
-        temporary = run_on_main(world, begin)
-        records: dict[str, FileRecord] = {}
-        with caught() as found:
-            _wait_for_folder(world, temporary)
-            with folder.explained(step, prepared.num_bytes):
-                records = write_files(prepared.list_files(), temporary)
-        gathered = gather(world, (records, found.error and name_rank(world, found.error)))
-
-        def commit() -> Path:
-            assert save is not None
-            errors = [error for _, error in gathered if error is not None]
-            with held:  # left by an error, nothing of the save stays
-                if errors:
-                    raise errors[0]
-                return save.commit(
-                    SHARDED, {name: one for found, _ in gathered for name, one in found.items()}
-                )
-
-        return run_on_main(world, commit)
 
 
 def agree_on_share(world: World, state: RunState) -> PreparedShare:
@@ -355,18 +292,3 @@ def agree(gathered: Sequence[tuple[PacelineError | None, str]]) -> None:
         )
         found.on_every_rank = True
         raise found
-
-
-def _wait_for_folder(world: World, folder: Path) -> None:
-    """Wait until this rank sees a folder that rank 0 has made; raise PL524 if it does not appear."""
-    begin_s = time.monotonic()
-    while not folder.is_dir():
-        if time.monotonic() - begin_s > _APPEARS_S:
-            raise PacelineError(
-                "PL524",
-                saw=f"{folder.parent} does not show the folder that rank 0 has just made there.",
-                rule="Every rank writes its share of a sharded checkpoint into one folder.",
-                fix="Use a folder on a disk that all nodes share and that every rank may read, or choose "
-                'checkpoint.mode = "full", with which rank 0 writes everything.',
-            )
-        time.sleep(0.05)
