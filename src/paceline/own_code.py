@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from functools import lru_cache
+from types import TracebackType
+
+from paceline.errors import PacelineError
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 """The folder of this package."""
@@ -30,3 +34,24 @@ def describe_place(path: str, line: int, function: str) -> str:
     """Return a place in a file, relative to the working folder if it is below: `train.py:31 in load`."""
     short = os.path.relpath(path)
     return f"{path if short.startswith('..') else short}:{line} in {function}"
+
+
+def print_errors_alone() -> None:
+    """Print an uncaught `PacelineError` as its message and the user's line, and other errors as before.
+
+    torch's hook, which `init_process_group` installs, calls this one and puts the rank before each line.
+    """
+    before = sys.excepthook
+    if before.__module__ == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PacelineError):
+            before(kind, error, trace)
+            return
+        frames = [frame for frame in traceback.extract_tb(trace) if is_own(frame.filename)]
+        places = [f"at {describe_place(f.filename, f.lineno or 0, f.name)}" for f in frames[-1:]]
+        notes = getattr(error, "__notes__", ())
+        sys.stderr.write("\n  ".join([f"paceline: {error}", *notes, *places]) + "\n")
+
+    sys.excepthook = hook

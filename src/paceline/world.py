@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from paceline.devices import agree_on_device, choose_alone, see_devices
 from paceline.errors import PacelineError
+from paceline.own_code import print_errors_alone
 from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, check_interfaces, read_environment, usable_cores
 from paceline.torch_seams.gloo_threads import await_gloo_threads, schedule_loops_as_batch
@@ -252,6 +253,7 @@ def start(
     undo = contextlib.ExitStack()
     where, store = torch.device("cpu"), None
     try:
+        print_errors_alone()
         if deterministic:
             _make_deterministic(undo)
         seen = see_devices(device, backend, place)

@@ -217,9 +217,10 @@ def _strip(error: BaseException) -> None:
 
 
 def _is_default_hook() -> bool:
-    """Return whether uncaught exceptions are only printed, by Python or by torch with the rank."""
+    """Return whether uncaught exceptions are only printed: by Python, by torch with the rank, or by
+    `print_errors_alone`."""
     hook = sys.excepthook
-    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith(("torch.", "paceline."))
 
 
 def _leave_word(place: EndReportPath, error: BaseException) -> None:
