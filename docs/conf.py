@@ -12,6 +12,7 @@ root_doc = "docs/index"
 include_patterns = [
     "*.md",
     "docs/*.md",
+    "docs/tutorials/*.md",
     "docs/tables/verify-*.md",
     "benchmarks/*/README.md",
     "tests/chaos/README.md",
