@@ -102,7 +102,6 @@ def main(names: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="tutorial-") as folder:
             page = run_page(path, Path(folder))
         path.write_text(page, encoding="utf-8")
-        print(path.stem)
     return 0
 
 

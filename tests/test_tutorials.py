@@ -36,4 +36,4 @@ def test_a_command_that_ends_otherwise_fails_its_page(tmp_path: Path) -> None:
 
 def test_each_page_is_listed() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    assert NAMES == [line.partition("/")[2] for line in index.splitlines() if line.startswith("tutorials/")]
+    assert [line.partition("/")[2] for line in index.splitlines() if line.startswith("tutorials/")] == NAMES
