@@ -3,7 +3,7 @@
     python docs/tutorials.py                 # all of them
     python docs/tutorials.py 02-collectives  # one page
 
-A block of Python whose first line is a comment with a file's name (`# train.py`) is written to that file, in a
+A block of Python whose first line is a comment with a file's name (`# train.py`) goes to that file, in a
 folder that is the page's own. In a block of the kind `console`, every line that begins with `$ ` is a command
 of bash there; the lines below it are what it printed. A command that ends with `# exit 1` must end so, the
 others with 0.
@@ -28,7 +28,7 @@ _LIMIT_S = 120
 _NOISE = re.compile(r"USDT:|Warning: .*CUDA|^\s*$")
 
 
-class Unexpected(Exception):
+class UnexpectedEndError(Exception):
     """A command ended otherwise than its page says."""
 
 
@@ -54,7 +54,7 @@ def run_page(path: Path, folder: Path) -> str:
     """Run a page's blocks in a folder, from top to bottom; return the page with what its commands print.
 
     Raises:
-        Unexpected: if a command ends with another code than the page says.
+        UnexpectedEndError: if a command ends with another code than the page says.
     """
 
     def run_block(match: re.Match[str]) -> str:
@@ -88,7 +88,7 @@ def run_command(command: Command, folder: Path) -> str:
         check=False,
     )
     if done.returncode != command.code:
-        raise Unexpected(f"{command.line}\n{done.stdout}\nended with {done.returncode}")
+        raise UnexpectedEndError(f"{command.line}\n{done.stdout}\nended with {done.returncode}")
     shown = done.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
     lines = [line.rstrip() for line in shown.splitlines() if not _NOISE.search(line)]
     return "".join(f"{line}\n" for line in lines)

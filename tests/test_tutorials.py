@@ -30,7 +30,7 @@ def test_a_command_that_ends_otherwise_fails_its_page(tmp_path: Path) -> None:
     page.write_text("```console\n$ exit 3  # exit 3\n```\n")
     assert tutorials.run_page(page, tmp_path) == page.read_text()
     page.write_text("```python\n# a.py\nraise SystemExit(4)\n```\n```console\n$ python a.py\n```\n")
-    with pytest.raises(tutorials.Unexpected, match="ended with 4"):
+    with pytest.raises(tutorials.UnexpectedEndError, match="ended with 4"):
         tutorials.run_page(page, tmp_path)
 
 
