@@ -7,13 +7,12 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from paceline.cli.plan_layouts import NAME, add_layouts
 from paceline.cli.plan_traffic import add_traffic
 from paceline.errors import PacelineError
-from paceline.pipeline.picture import draw_svg, draw_text, write_svg
+from paceline.pipeline.picture import draw_text
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
 
@@ -71,7 +70,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="durations of a forward, of the gradient of a stage's input and of those of its weights, for "
         "all stages of a rank together (default 1,1,1)",
     )
-    schedule.add_argument("--svg", metavar="FILE", type=Path, help="also draw into an .svg file")
     schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     schedule.set_defaults(run=run)
     add_traffic(kinds)
@@ -91,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
 
     schedule = make_schedule(args.name, args.ranks, args.microbatches, args.chunks)
     result = simulate(schedule, _spread(costs, schedule))
-    if args.svg is not None:
-        write_svg(args.svg, draw_svg(schedule, result))
     if args.json:
         print(
             json.dumps(
