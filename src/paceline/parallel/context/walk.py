@@ -33,7 +33,7 @@ from paceline.parallel.context.whole import WholeCalls, plan_whole
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, Dim, leaves
 from paceline.parallel.tensor.calls import CallSite, find_operand
-from paceline.parallel.tensor.flow import Uses, is_linear, runs_own_forward
+from paceline.parallel.tensor.flow import Uses, find_runs, is_linear, runs_own_forward
 from paceline.parallel.tensor.rules import Dims, atoms_of, keeps_apart
 from paceline.parallel.tensor.trace import ModuleCall, Trace, TracedOp, Written
 from paceline.torch_seams.attention_ops import ATTENTION_OPS
@@ -124,16 +124,7 @@ class Walk:
                 if call.module in calls:
                     raise cannot_divide_error(f"{call.module} is called more than once in a forward")
                 calls[call.module] = call
-        runs: list[list[ModuleCall]] = []
-        for name in names:
-            block = calls.get(name)
-            if block is None:
-                continue
-            last = runs[-1][-1] if runs else None
-            if last is not None and last.outputs and last.outputs[0] in block.inputs.values():
-                runs[-1].append(block)
-            else:
-                runs.append([block])
+        runs = find_runs(calls[name] for name in names if name in calls)
         if not runs:
             raise cannot_divide_error(
                 f"{type(self.model).__name__} has no repeated blocks, between which sequences are divided"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -337,3 +337,15 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
     forward = type(module).forward
     is_torchs = forward.__module__ == kind.__module__ and forward.__qualname__ == f"{kind.__name__}.forward"
     return is_torchs and forward is kind.forward and "forward" not in module.__dict__
+
+
+def find_runs(calls: Iterable[ModuleCall]) -> list[list[ModuleCall]]:
+    """Return the runs of consecutive blocks in which each takes the output of the one before."""
+    runs: list[list[ModuleCall]] = []
+    for call in calls:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.outputs and last.outputs[0] in call.inputs.values():
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    return runs

@@ -11,23 +11,19 @@ operation by operation in the trace. An operation that is not known to do so is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow
-from paceline.parallel.tensor.rules import POINTWISE
-from paceline.parallel.tensor.trace import Detour, ModuleCall, Trace, TracedOp, words
+from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, find_runs
+from paceline.parallel.tensor.rules import keeps_apart
+from paceline.parallel.tensor.trace import Detour, ModuleCall, Trace, TracedOp
 
 # The dimension of the sequence, in tensors [batch, length, ...].
 DIM = 1
-_VIEWS = frozenset(words("view _unsafe_view reshape _reshape_alias clone contiguous"))
-_ALONG_LAST = frozenset(words("mean sum amax amin _softmax _log_softmax var std"))
-_NORMS = frozenset(words("native_layer_norm _fused_rms_norm rms_norm"))
-_PRODUCTS = frozenset(words("mm addmm"))
 
 
 @dataclass
@@ -85,7 +81,7 @@ def plan_sequence(
     calls = {call.module: call for call in trace.calls if call.module in set(blocks)}
     if len(calls) != sum(call.module in set(blocks) for call in trace.calls):
         raise _refuse("a block is called more than once in a forward")
-    for stretch in _find_stretches([calls[name] for name in blocks if name in calls]):
+    for stretch in find_runs(calls[name] for name in blocks if name in calls):
         _read_stretch(trace, flow, modules, stretch, num_ranks, plan)
     for tensor, how in trace.leaving.items():
         if tensor in plan.stream:
@@ -93,20 +89,6 @@ def plan_sequence(
     if not plan.stretches or not plan.entries:
         raise _refuse("no blocks were found that pass on a tensor and are split by tp")
     return plan
-
-
-def _find_stretches(calls: list[ModuleCall]) -> Iterator[list[ModuleCall]]:
-    """Yield runs of consecutive blocks: each block takes the output of the previous one."""
-    run: list[ModuleCall] = []
-    for call in calls:
-        if run and run[-1].outputs and run[-1].outputs[0] in call.inputs.values():
-            run.append(call)
-            continue
-        if run:
-            yield run
-        run = [call]
-    if run:
-        yield run
 
 
 def _read_stretch(
@@ -193,7 +175,7 @@ class _Walk:
                 f"{op.name} in {op.module or 'the model'} reads divided activations that it cannot gather"
             )
         elif taken:
-            _check_op(self._trace, op, taken, self.stream, self._shape)
+            _check_op(self._trace, op, taken, self._shape)
             self.stream.update(op.outputs)
             if number not in self._unscattered:
                 self._plan.stream.update(op.outputs)
@@ -232,28 +214,15 @@ class _Walk:
             self._plan.partial.add(f"{op.module}.bias")
 
 
-def _check_op(trace: Trace, op: TracedOp, taken: set[int], stream: set[int], shape: tuple[int, ...]) -> None:
+def _check_op(trace: Trace, op: TracedOp, taken: set[int], shape: tuple[int, ...]) -> None:
     """Raise unless an operation treats every position of the sequence by itself."""
     batch, length = shape[0], shape[DIM]
-    where = f"{op.name} in {op.module or 'the model'}"
-    if op.name in POINTWISE:
-        return  # with a tensor of the whole sequence shapes do not fit; the rehearsal detects that
-    tensor_shape = trace.shapes[op.inputs[0]]
-    if op.name in _ALONG_LAST:
-        given = op.args[1] if len(op.args) > 1 else None
-        places = [given] if isinstance(given, int) else list(given or [])
-        if places and all(place % len(tensor_shape) == len(tensor_shape) - 1 for place in places):
-            return
-    if op.name in _NORMS and len(op.args[1]) == 1:
-        return
-    if op.name in _VIEWS and all(
-        trace.shapes[output][:2] == (batch, length) or trace.shapes[output][0] == batch * length
-        for output in op.outputs
-    ):
-        return
-    if op.name in _PRODUCTS and op.inputs[-2] in taken and op.inputs[-1] not in stream:
-        return
-    raise _refuse(f"{where} may combine several positions of the sequence")
+    for tensor in taken:
+        found = trace.shapes[tensor]
+        place, outer = (DIM, 1) if found[:2] == (batch, length) else (0, batch)
+        if found[place] % (outer * length) or not keeps_apart(trace, op, tensor, place, outer, length):
+            where = f"{op.name} in {op.module or 'the model'}"
+            raise _refuse(f"{where} may combine several positions of the sequence")
 
 
 def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
