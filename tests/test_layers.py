@@ -28,6 +28,7 @@ ROWS: list[tuple[str, ...]] = [
     ("mesh",),
     ("comm", "memory", "sinks"),
     ("parallel", "checkpoint"),
+    ("huggingface",),
     ("train", "launching"),
     ("verifying", "profiling", "doctor", "watch"),
     ("bench",),

@@ -13,6 +13,7 @@ from paceline.launching import watcher as _watching
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
+    from paceline.huggingface.factory import pretrained
     from paceline.launching.ending.endings import RankFailed
     from paceline.launching.local import launch
     from paceline.launching.watcher import JobStuck
@@ -42,6 +43,7 @@ __all__ = [
     "launch",
     "load_recipe",
     "parallelize",
+    "pretrained",
     "start",
     "verify",
 ]
@@ -59,6 +61,7 @@ _HOMES = {
     "World": "world",
     "launch": "launching.local",
     "load_recipe": "recipe",
+    "pretrained": "huggingface.factory",
     "parallelize": "train.loop",
     "start": "world",
     "verify": "verifying.check",

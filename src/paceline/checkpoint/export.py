@@ -39,10 +39,9 @@ def export_model(
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
-        raise _exists(out)
-    loaded = open_usable(checkpoint)
-    tensors = loaded.model if average is None else _replace_by_average(loaded, average)
-    types = {name: _choose(tensor.dtype, dtype) for name, tensor in tensors.items()}
+        raise exists_error(out)
+    tensors = open_for_export(checkpoint, average)
+    types = {name: choose_type(tensor.dtype, dtype) for name, tensor in tensors.items()}
     infos = {name: TensorInfo(DTYPE_NAMES[types[name]], tensor.shape) for name, tensor in tensors.items()}
 
     def read(name: str) -> Iterator[memoryview]:
@@ -58,7 +57,7 @@ def export_model(
             with contextlib.suppress(OSError):
                 files.remove(tmp)
     except FileExistsError:
-        raise _exists(out) from None
+        raise exists_error(out) from None
     except OSError as error:
         raise PacelineError(
             "PL508",
@@ -67,6 +66,12 @@ def export_model(
             fix="Choose an existing folder with write permission and free space.",
         ) from error
     return record.num_bytes
+
+
+def open_for_export(checkpoint: Path, average: str | None) -> dict[str, Any]:
+    """Return the model's tensors by name, unread, or an average of weights in their place; raise PL514."""
+    loaded = open_usable(checkpoint)
+    return loaded.model if average is None else _replace_by_average(loaded, average)
 
 
 def _replace_by_average(loaded: Loaded, average: str) -> dict[str, Any]:
@@ -89,7 +94,8 @@ def _replace_by_average(loaded: Loaded, average: str) -> dict[str, Any]:
     return {name: by_name.get(tensor.name, tensor) for name, tensor in loaded.model.items()}
 
 
-def _choose(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def choose_type(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the type in which a tensor is written, see `export_model`."""
     if wanted is not None and dtype.is_complex and wanted.itemsize >= torch.float32.itemsize:
         return wanted.to_complex()
     return dtype if wanted is None or not dtype.is_floating_point else wanted
@@ -106,7 +112,8 @@ def _publish(tmp: Path, out: Path) -> None:
         files.rename(tmp, out)
 
 
-def _exists(out: Path) -> PacelineError:
+def exists_error(out: Path) -> PacelineError:
+    """Return the error of an export onto something that is there."""
     return PacelineError(
         "PL513",
         saw=f"{out} exists.",

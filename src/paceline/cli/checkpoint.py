@@ -33,8 +33,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     show.add_argument("--tensors", action="store_true", help="list every tensor of the newest one")
     _add(actions, "verify", "check every hash; exit code 1 if a checkpoint is not valid")
     _add(actions, "hash", "SHA-256 of the model's tensors (of a run: its newest valid checkpoint)")
-    export = _add(actions, "export", "write the model's tensors as one plain .safetensors file")
-    export.add_argument("out", metavar="OUT", type=Path, help="the file to write; must not exist")
+    export = _add(actions, "export", "write the model as one .safetensors file, or for Hugging Face")
+    export.add_argument("out", metavar="OUT", type=Path, help="the file or folder to write; must not exist")
+    export.add_argument(
+        "--hf",
+        metavar="FOLDER",
+        type=Path,
+        help="write a folder that from_pretrained reads; FOLDER has the model's config.json, and its "
+        "tokenizer and other small files are copied",
+    )
     export.add_argument(
         "--average",
         nargs="?",
@@ -185,7 +192,12 @@ def _export(args: argparse.Namespace) -> int:
 
     path = find_checkpoint(args.path, _warn_skipped)
     dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype is not None else None
-    num_bytes = export_model(path, args.out, dtype, args.average)
+    if args.hf is None:
+        num_bytes = export_model(path, args.out, dtype, args.average)
+    else:
+        from paceline.huggingface.export import export_folder
+
+        num_bytes = export_folder(path, args.out, args.hf, dtype, args.average)
     if args.json:
         print(json.dumps({"path": str(path), "out": str(args.out), "bytes": num_bytes}))
     else:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.huggingface.factory import Pretrained
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
@@ -101,8 +102,10 @@ def build_model(
     if isinstance(model, nn.Module):
         precision.place_model(model)
         return Built(model, None)
+    read = model.open if isinstance(model, Pretrained) else None
+    factory = model.build if isinstance(model, Pretrained) else model
     construction = construct(
-        refuse_compiled(model), derive_seed(seed, "model", name), precision.cast_model, group
+        refuse_compiled(factory), derive_seed(seed, "model", name), precision.cast_model, group, read
     )
     return Built(construction.model, construction)
 

@@ -8,18 +8,21 @@ Protocol, all ranks together:
 3. Every rank moves its model to the meta device, tensor by tensor. Rank 0 keeps the values aside.
 4. Once the model is laid out, rank 0 broadcasts one tensor after the other (`construct/values.py`).
 
+A pretrained model is built without values on rank 0 too, which reads them from files in step 4.
+
 The values depend on the seed and the factory alone, not on the layout. Host memory: on rank 0 the whole
-model, on other ranks their parts and one tensor. Where a factory cannot run without values, they too hold the
-whole model until step 3, and rank 0 says so.
+model (of a pretrained one, its part), on other ranks their parts and one tensor. Where a factory cannot run
+without values, they too hold the whole model until step 3, and rank 0 says so.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -31,6 +34,7 @@ from torch.nn.parameter import is_lazy
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.parallel.construct.structure import (
+    MOST_ELEMENTS,
     WithoutValues,
     describe_modules,
     describe_tensors,
@@ -39,12 +43,15 @@ from paceline.parallel.construct.structure import (
     number_windows,
     read_tensors,
 )
-from paceline.parallel.construct.values import Construction, give
+from paceline.parallel.construct.values import Construction, Value, give
 from paceline.phrases import first_line, name_ranks, name_some
 from paceline.seeds import derive_seed
 from paceline.torch_seams.tensors import identify
 
 log = logging.getLogger(__name__)
+
+# From a model's structure to what reads its values, by name.
+Read = Callable[[nn.Module], Mapping[str, Callable[[], Tensor]]]
 
 _BUILT = "Or pass the built model in place of its factory: rank 0's weights are then used."
 
@@ -59,6 +66,7 @@ class _Attempt:
         obstacle: why the model could not be built without values; empty if it was.
         error: why it could not be built at all.
         model: what was built; it does not travel.
+        values: of tensors by their windows, in place of those that were built; they do not travel.
     """
 
     tensors: str = ""
@@ -66,6 +74,14 @@ class _Attempt:
     obstacle: str = ""
     error: PacelineError | None = None
     model: nn.Module | None = None
+    values: Mapping[int, Value] = field(default_factory=dict)
+
+    def take_model(self) -> nn.Module:
+        """Return the model; raise the error if it could not be built."""
+        if self.error is not None:
+            raise self.error
+        assert self.model is not None
+        return self.model
 
     def agrees_with(self, first: _Attempt) -> bool:
         """Return whether another attempt would be in vain, or is not needed."""
@@ -78,6 +94,7 @@ def construct(
     seed: int,
     place: Callable[[nn.Module], object] | None = None,
     group: dist.ProcessGroup | None = None,
+    read: Read | None = None,
 ) -> Construction:
     """Build a factory's model; collective.
 
@@ -88,9 +105,10 @@ def construct(
         seed: of all random numbers.
         place: called with the model afterwards: for example to change the dtype.
         group: the ranks; by default, this process alone.
+        read: of a pretrained model: returns what reads its values, by name; called on rank 0.
 
     Raises:
-        PacelineError: PL457 to PL459.
+        PacelineError: PL457 to PL459; and what `read` raises, on every rank.
     """
 
     def run() -> nn.Module:
@@ -100,11 +118,13 @@ def construct(
         return model
 
     seed = derive_seed(seed, 0, "construction")
-    model = _build(run, seed) if group is None else _build_on_ranks(run, seed, group)
+    built = _attempt_first(run, seed, read) if group is None else _build_on_ranks(run, seed, group, read)
+    model = built.take_model()
     tensors = read_tensors(model)
     windows = number_windows(tensors)
-    values = {windows[name]: each.detach() for name, each in tensors.items()}
-    shapes = {number: torch.empty_like(each, device="meta") for number, each in values.items()}
+    shapes = {windows[name]: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    values: dict[int, Value] = {windows[n]: each.detach() for n, each in tensors.items() if not each.is_meta}
+    values |= built.values
     for tensor in {id(each): each for each in tensors.values()}.values():
         give(model, tensor, torch.empty_like(tensor.detach(), device="meta"))
     return Construction(model, windows, group, values if group is None or group.rank() == 0 else {}, shapes)
@@ -187,9 +207,11 @@ def _has_nan(tensor: Tensor) -> bool:
 # ---- on several ranks
 
 
-def _build_on_ranks(run: Callable[[], nn.Module], seed: int, group: dist.ProcessGroup) -> nn.Module:
+def _build_on_ranks(
+    run: Callable[[], nn.Module], seed: int, group: dist.ProcessGroup, read: Read | None
+) -> _Attempt:
     """Build the model on rank 0, and its structure on the others; raise an error of any rank on all."""
-    own = _attempt(run, seed, "") if group.rank() == 0 else _attempt_without_values(run, seed)
+    own = _attempt_first(run, seed, read) if group.rank() == 0 else _attempt_without_values(run, seed)
     found = _gather(own, group)
     if found[0].error is None and not all(each.agrees_with(found[0]) for each in found):
         if not own.agrees_with(found[0]):
@@ -205,8 +227,26 @@ def _build_on_ranks(run: Callable[[], nn.Module], seed: int, group: dist.Process
     if odd and group.rank() == 0:
         reason = found[odd[0]].obstacle
         log.info("factory: %s held the whole model for a moment: %s", name_ranks(odd), reason)
-    assert own.model is not None
-    return own.model
+    return own
+
+
+def _attempt_first(run: Callable[[], nn.Module], seed: int, read: Read | None) -> _Attempt:
+    """Build the model as rank 0 does."""
+    if read is None:
+        return _attempt(run, seed, "")
+    own = _attempt_without_values(run, seed, sys.maxsize)
+    if own.model is None:
+        return own
+    try:
+        readers, tensors = read(own.model), read_tensors(own.model)
+        windows = number_windows(tensors)
+        values: dict[int, Value] = {windows[name]: reader for name, reader in readers.items()}
+        unread = [name for name, each in tensors.items() if each.is_meta and windows[name] not in values]
+        whole = read_tensors(_build(run, seed)) if unread else {}
+        values |= {windows[name]: whole[name].detach().clone() for name in unread}
+        return replace(own, values=values)
+    except PacelineError as error:
+        return _Attempt(error=error)
 
 
 def _attempt(run: Callable[[], nn.Module], seed: int, obstacle: str) -> _Attempt:
@@ -216,10 +256,12 @@ def _attempt(run: Callable[[], nn.Module], seed: int, obstacle: str) -> _Attempt
         return _Attempt(obstacle=obstacle, error=error)
 
 
-def _attempt_without_values(run: Callable[[], nn.Module], seed: int) -> _Attempt:
+def _attempt_without_values(
+    run: Callable[[], nn.Module], seed: int, most_elements: int = MOST_ELEMENTS
+) -> _Attempt:
     before = list_meta_storages()
     try:
-        with warnings.catch_warnings(), _seeded(seed), WithoutValues():  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings(), _seeded(seed), WithoutValues(most_elements):
             warnings.simplefilter("ignore")  # rank 0 shows them
             model = run()
         known = {identify(each.untyped_storage()) for each in read_tensors(model).values()} | before.keys()
@@ -239,7 +281,7 @@ def _describe(model: nn.Module, obstacle: str) -> _Attempt:
 
 def _gather(own: _Attempt, group: dist.ProcessGroup) -> list[_Attempt]:
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, replace(own, model=None), group=group)
+    dist.all_gather_object(found, replace(own, model=None, values={}), group=group)
     return found
 
 

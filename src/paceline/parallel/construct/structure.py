@@ -23,7 +23,7 @@ from paceline.torch_seams.trees import tree_iter, tree_map_only
 
 _META = torch.device("meta")
 # A new tensor of more elements gets no values, whatever they would be.
-_MOST_ELEMENTS = 1 << 16
+MOST_ELEMENTS = 1 << 16
 
 
 class NoValueError(RuntimeError):
@@ -31,7 +31,15 @@ class NoValueError(RuntimeError):
 
 
 class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which tensors have values only if these are small and do not depend on random numbers."""
+    """A mode in which tensors have values only if these are small and do not depend on random numbers.
+
+    Args:
+        most_elements: of a new tensor that gets values.
+    """
+
+    def __init__(self, most_elements: int = MOST_ELEMENTS) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most_elements = most_elements
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = read_schema(func), dict(kwargs or {})
@@ -45,7 +53,7 @@ class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensors or not makes:
                 return func(*args, **kwargs)
             made = func(*args, **_on_meta(kwargs))
-            return made if made.numel() > _MOST_ELEMENTS else func(*args, **kwargs)
+            return made if made.numel() > self._most_elements else func(*args, **kwargs)
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write

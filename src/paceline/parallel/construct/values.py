@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
+# A value, or what reads it when it is needed.
+Value = Tensor | Callable[[], Tensor]
 # From a full name and the whole value to the part that this rank keeps.
 Cut = Callable[[str, Tensor], Tensor]
 
 
 @dataclass
 class Construction:
-    """A model on the meta device, and on rank 0 its values.
+    """A model on the meta device, and on rank 0 its values or what reads them.
 
     Attributes:
         model: complete except for values: names, ties, dtypes, hooks and attributes are the factory's.
@@ -29,13 +31,13 @@ class Construction:
     model: nn.Module
     windows: Mapping[str, int]
     _group: dist.ProcessGroup | None
-    _values: dict[int, Tensor] = field(repr=False)
+    _values: dict[int, Value] = field(repr=False)
     _shapes: dict[int, Tensor] = field(repr=False)
 
     def hand_out(self, device: torch.device | str) -> Iterator[tuple[list[str], Tensor]]:
         """Yield names that show the same bytes, and their whole value in memory of its own; once, collective.
 
-        Rank 0 broadcasts each value and drops it.
+        Rank 0 reads each value if it is in a file, broadcasts it and drops it.
 
         Args:
             device: of the values that are yielded.
@@ -46,7 +48,7 @@ class Construction:
         for number, shape in self._shapes.items():
             whole = torch.empty_like(shape, device=device)
             if (value := self._values.pop(number, None)) is not None:
-                whole.copy_(value)
+                whole.copy_(value() if callable(value) else value)
                 del value
             if self._group is not None and whole.numel():
                 # All of its memory, since its strides are the same on every rank.

@@ -1,0 +1,1 @@
+"""Reads pretrained models from folders of Hugging Face's form, and writes such folders."""
