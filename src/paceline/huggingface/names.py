@@ -97,11 +97,11 @@ def _convert(
         else:
             groups.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
     for target, (converter, sources) in groups.items():
-        found |= _Group(target, converter, sources, weights, model).list_results()
+        found |= _Conversion(target, converter, sources, weights, model).list_results()
     return found
 
 
-class _Group:
+class _Conversion:
     """The tensors that one converter takes together; it runs when the first of its results is read."""
 
     def __init__(
