@@ -8,7 +8,7 @@
 # make chaos   kill processes of real runs a hundred times and compare the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
 # make chaos-nodes   seconds without a step where nodes are killed, cut off, stopped and come back: tests/chaos/nodes.txt
-# make hangs   84 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
+# make hangs   87 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
 # make gpu     what one GPU can show, in at most 9 minutes: docs/tables/gpu.md; PYTHON is one whose torch has CUDA,
 #              RANKS=2 adds NCCL between cards, ARGS="--device cpu --tiny" tries it without a GPU
 # make check   format, lint, types, layers

@@ -216,7 +216,7 @@ def test_leaving_a_step_early_is_an_error_and_leaves_nothing_behind(leaves: str)
             pass
         assert torch.equal(torch.rand(3), expected)
         assert not step.is_open
-        refused("PL649", lambda: next(steps), "step 1", "left early")
+        refused("PL649", lambda: next(steps), "rank 0 left", "step 1")
 
 
 class Rows(Dataset[Any]):

@@ -152,6 +152,7 @@ _DIFFERENT_OPERATIONS = (
     _other("gather_on_destination", 2, "PL802", "gather", (0,), (1,), r"barrier"),
     _other("state_dict_rank0", 2, "PL802 PL800", "all_gather", (0,), (1,), r"barrier"),
     _count("checkpoint_rank0_saves", 2, "PL802 PL803", "all_gather", (0,), (1,), r"rank == 0"),
+    _other("loop_save", 2, "PL802 PL800", "all_gather", (0,), (1,), r"rank == 0"),
     _other("evaluation_rank0_buffers", 2, "PL802 PL800", "barrier", (1,), (0,), r"broadcast"),
     _other("time_based_logging", 2, "PL802", "all_gather", (0,), (1,), r"all_reduce"),
     _other("barrier_in_finally", 2, "PL802 PL800", "all_reduce", (0,), (1,), r"barrier"),
@@ -242,6 +243,9 @@ _CRASHES = (
     _raises("backward_error", 2, "PL330", "all_reduce", (0,), (1,), torch_says=r"ZeroDivisionError"),
     _raises("hook_error", 3, "PL330", "all_reduce", (0, 1), (2,), torch_says=r"histc: range"),
     _raises("out_of_memory", 2, "PL330", "all_reduce", (0,), (1,), _MEMORY, torch_says=_MEMORY),
+    # Paceline's own loops: the rank that leaves is named in its error.
+    _raises("loop_break", 2, "PL649", "", (1,), (0,), r"break", torch_says=r"PL649"),
+    _raises("loop_backward", 2, "PL644", "", (0,), (1,), r"weight 0", torch_says=r"PL644"),
     _raises("unpicklable_object", 2, "PL330", "all_gather", (0,), (1,), torch_says=r"cannot pickle"),
     _raises("unused_parameters", 2, "PL330", "all_reduce", (0,), (1,), torch_says=r"finished reduction"),
     # DDP compares the models itself; both ranks raise.

@@ -210,8 +210,8 @@ class LoopStep:
         if self._was_left or self.is_open:
             raise PacelineError(
                 "PL649",
-                saw=f"the loop over the microbatches of step {self.number} was left early (break, return or "
-                "an exception).",
+                saw=f"rank {self._loop.world.rank} left the loop over the microbatches of step {self.number} "
+                "early (break, return or an exception).",
                 rule="All ranks sum gradients at its end, and other ranks wait there.",
                 fix="Use `continue` to leave out a microbatch. After an exception resume from a checkpoint.",
             )

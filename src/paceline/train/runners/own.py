@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from paceline.errors import PacelineError
 
 
@@ -27,11 +29,11 @@ def mixed_error() -> PacelineError:
     )
 
 
-def one_backward_error(saw: str) -> PacelineError:
-    """Return PL644, for a microbatch without exactly one backward under dp_shard."""
+def one_backward_error(what: str) -> PacelineError:
+    """Return PL644, for a microbatch without exactly one backward under dp_shard, and what this rank did."""
     return PacelineError(
         "PL644",
-        saw=saw,
+        saw=f"rank {dist.get_rank()} {what}",
         rule="Under dp_shard all ranks gather and sum each block together, once forward and once backward "
         "per microbatch.",
         fix="Add the losses and call backward once. To leave a microbatch out, multiply its loss by zero, or "

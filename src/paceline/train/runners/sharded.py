@@ -113,7 +113,7 @@ class ShardedRunner(Runner):
 
     def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
         if each.num_backwards or options.get("retain_graph"):
-            raise one_backward_error("a second backward in one microbatch, or retain_graph=True.")
+            raise one_backward_error("ran a second backward in one microbatch, or one with retain_graph=True.")
         if options.get("create_graph"):
             raise gradient_error("backward(create_graph=True).")
         if self._experts is not None and not each.is_explicit:
@@ -123,7 +123,7 @@ class ShardedRunner(Runner):
 
     def _end_own(self, each: Round) -> None:
         if not each.num_backwards:
-            raise one_backward_error("a microbatch without a backward (`continue`, or another branch).")
+            raise one_backward_error("ran no backward in a microbatch (`continue`, or another branch).")
 
     def _agree(self, work: Work) -> None:
         """Start the agreement; the shards know the used ones, as unused ones get gradients of zeros too."""
