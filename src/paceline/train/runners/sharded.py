@@ -113,7 +113,9 @@ class ShardedRunner(Runner):
 
     def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
         if each.num_backwards or options.get("retain_graph"):
-            raise one_backward_error("ran a second backward in one microbatch, or one with retain_graph=True.")
+            raise one_backward_error(
+                "ran a second backward in one microbatch, or one with retain_graph=True."
+            )
         if options.get("create_graph"):
             raise gradient_error("backward(create_graph=True).")
         if self._experts is not None and not each.is_explicit:

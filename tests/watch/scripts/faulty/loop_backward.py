@@ -1,10 +1,9 @@
 """A loop of the user's own with sharded parameters, where one rank has no loss to run backward of."""
 
+import paceline
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
 
 
 class Net(nn.Module):

@@ -1,10 +1,9 @@
-"""A loop of the user's own that leaves out the rest of a batch with a large loss, on the rank that sees it."""
+"""A loop of the user's own that leaves out the rest of a batch with a large loss."""
 
+import paceline
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
 
 
 def get_data():

@@ -2,11 +2,10 @@
 
 import tempfile
 
+import paceline
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
 
 
 def main():
@@ -21,6 +20,8 @@ def main():
                 (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step.number % 10 == 0 and world.rank == 0:
+                print(f"step {step.number}: gradient {step.grad_norm:.3f}", flush=True)
             if step.number % 5 == 0 and world.rank == 0:
                 loop.save()  # WAITS
 
