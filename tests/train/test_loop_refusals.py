@@ -246,6 +246,8 @@ def run_divided(world: Any, what: str) -> str:
                     continue
                 if what == "penalty":
                     torch.autograd.grad(output.sum(), list(model.parameters()), create_graph=True)
+                if what == "grad":
+                    torch.autograd.grad(output.sum(), list(model.parameters()))
                 if what == "outside":
                     output = output + sum(p.square().sum() for p in model.parameters())
                 square(output, batch).backward(retain_graph=what == "twice")
@@ -268,9 +270,37 @@ def run_divided(world: Any, what: str) -> str:
         ("twice", "PL644"),
         ("again", "PL644"),
         ("penalty", "PL436"),
+        ("grad", "PL436"),
         ("outside", "PL642"),
         ("break", "PL649"),
     ],
 )
 def test_divided_models(ranks: Pool, what: str, code: str) -> None:
     assert ranks.run(run_divided, 2, (what,)) == [code, code]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_parameters_of_a_criterion_that_no_model_has(explicit: bool) -> None:
+    with paceline.start():
+        loop, model, _ = build()
+        centres = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([centres], lr=0.1)
+        step = loop.split((torch.randn(8, 6), torch.zeros(8, 2)))
+        for x, _y in step:
+            loss = (model(x) - centres).square().mean()
+            refused("PL392", lambda: step.backward(loss) if explicit else loss.backward(), "SGD trains them")  # noqa: B023
+            break
+        assert not optimizer.state
+
+
+def test_a_gan_of_two_loops() -> None:
+    with paceline.start():
+        generator, critic = nn.Linear(3, 6), nn.Linear(6, 1)
+        loops = [
+            paceline.Loop(each, torch.optim.SGD(each.parameters(), lr=0.1), microbatch_size=4)
+            for each in (generator, critic)
+        ]
+        for loop in loops:
+            for (noise,) in loop.split((torch.randn(8, 3),)):
+                critic(generator(noise)).mean().backward()
+        assert critic.weight.grad is not None

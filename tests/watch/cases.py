@@ -244,8 +244,8 @@ _CRASHES = (
     _raises("hook_error", 3, "PL330", "all_reduce", (0, 1), (2,), torch_says=r"histc: range"),
     _raises("out_of_memory", 2, "PL330", "all_reduce", (0,), (1,), _MEMORY, torch_says=_MEMORY),
     # Paceline's own loops: the rank that leaves is named in its error.
-    _raises("loop_break", 2, "PL649", "", (1,), (0,), r"break", torch_says=r"PL649"),
-    _raises("loop_backward", 2, "PL644", "", (0,), (1,), r"weight 0", torch_says=r"PL644"),
+    _raises("loop_break", 2, "PL649", "", (), (0,), r"break", torch_says=r"PL649"),
+    _raises("loop_backward", 2, "PL644", "", (), (1,), r"weight 0", torch_says=r"PL644"),
     _raises("unpicklable_object", 2, "PL330", "all_gather", (0,), (1,), torch_says=r"cannot pickle"),
     _raises("unused_parameters", 2, "PL330", "all_reduce", (0,), (1,), torch_says=r"finished reduction"),
     # DDP compares the models itself; both ranks raise.

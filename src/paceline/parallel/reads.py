@@ -27,6 +27,7 @@ from paceline.mesh import Mesh
 from paceline.own_code import describe_place
 from paceline.parallel.objective import Objective, Result
 from paceline.parallel.placement import Placement
+from paceline.parallel.shard.marks import gradient_error
 from paceline.parallel.stages.walk import Walker, name_function
 from paceline.parallel.tensor.calls import find_line
 from paceline.parallel.tensor.collectives import keep_once
@@ -115,6 +116,8 @@ class ParameterReads(TorchFunctionMode):
             found = self._ways.keys() & set(map(id, _flatten((*args, *kwargs.values()))))
             # PL436 and PL437 say more about a gradient inside of the loss.
             if func is torch.autograd.grad and (self._is_sharded or kwargs.get("create_graph")):
+                if found and self._is_sharded and self._before_backward is not None:
+                    raise gradient_error("torch.autograd.grad of parameters.")
                 found = set()
             if found and not self._is_inside():
                 if func is torch.autograd.grad or (name.endswith("_") and not name.endswith("__")):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -18,9 +20,26 @@ from paceline.finding import Finding
 log = logging.getLogger(__name__)
 
 _FIX = (
-    "Register the criterion as a module of the model and use it in loss= from there, so that the optimizer "
-    "function gets its parameters. Set requires_grad=False on parameters of a loss that are not trained."
+    "Register the criterion as a module of the model and use it from there, so that it is laid out and "
+    "summed with the model. Set requires_grad=False on parameters of a loss that are not trained."
 )
+
+
+class WatchedLosses(TorchFunctionMode):
+    """A mode that passes each loss to a function before its backward.
+
+    Args:
+        check: gets the loss.
+    """
+
+    def __init__(self, check: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            self._check(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def check_loss_parameters(loss: Tensor, own: Collection[int], name: str) -> None:

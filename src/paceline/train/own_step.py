@@ -92,7 +92,8 @@ class LoopStep:
             raise _order_error(
                 f"another pass over step {self.number}, which has ended.",
                 "A step ends with the next one, and with save().",
-                "Make all passes of a step before it.",
+                "Make all passes of a step before it. For two data sets in one step, make one loader of a "
+                "data set of pairs.",
             )
         self._refuse_left()
         return self._run_pass(names)

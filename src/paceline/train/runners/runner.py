@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from paceline.parallel.reads import ParameterReads
 from paceline.parallel.recompute import explaining_recompute
 from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
-from paceline.train.loss_parameters import check_loss_parameters
+from paceline.train.loss_parameters import WatchedLosses, check_loss_parameters
 from paceline.train.precision import Precision
 from paceline.train.runners.own import mixed_error, summed_already_error
 from paceline.train.runners.work import IDLE, Round, Work
@@ -53,6 +54,8 @@ from paceline.train.runners.work import IDLE, Round, Work
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+# Those of other models, which a loss may use: in a GAN of two loops, each trains one.
+_RUNNERS: WeakSet[Runner] = WeakSet()
 # The number of a microbatch in the global batch, and its batch.
 Microbatch = tuple[int, Any]
 
@@ -105,6 +108,7 @@ class Runner(ABC):
         self._num_unsafe_logged = 0
         self.waited_s = 0.0
         self._has_walked = False
+        _RUNNERS.add(self)
         self._mesh = mesh
         self._statistics = statistics
         self._precision = precision
@@ -222,9 +226,13 @@ class Runner(ABC):
             return
         if not each.loss_sum.requires_grad:
             raise _constant_loss_error(self._name, each.index)
+        self._check_leaves(each.loss_sum)
+
+    def _check_leaves(self, loss: Tensor) -> None:
         if not self._has_walked:
             self._has_walked = True
-            check_loss_parameters(each.loss_sum, set(map(id, self._list_leaves())), self._name)
+            own = {id(leaf) for runner in _RUNNERS for leaf in runner._list_leaves()}
+            check_loss_parameters(loss, own, self._name)
 
     def backward(
         self, work: Work, each: Round, total: Tensor | None = None, *, retain_graph: bool = False
@@ -353,7 +361,9 @@ class Runner(ABC):
             each.scale = 0.0 if index == IDLE else each.weight.item() / work.unit
             each.means = torch.zeros(2 * work.own.num_means, dtype=torch.float64)
             self._begin_own(each)
-            with self._drawing(work, samples), self._reads.own_code(partial(self._before_own_backward, each)):
+            watched = nullcontext() if self._has_walked else WatchedLosses(self._check_leaves)
+            own_code = self._reads.own_code(partial(self._before_own_backward, each))
+            with watched, self._drawing(work, samples), own_code:
                 yield each
             self._end_own(each)
         self._report(work, each)
