@@ -139,7 +139,7 @@ def test_a_wrong_cluster_is_refused(llama: Path, cluster: str, code: str, words:
 
 
 CLUSTER = {
-    "complete": "true", "nodes": "2", "ranks_per_node": "2",
+    "end": "[end]\ncomplete = true", "nodes": "2", "ranks_per_node": "2",
     "inside": "[inside]\nalpha_s = 1e-5\nbytes_per_s = 1e9",
     "between": "[between]\nalpha_s = 1e-4\nbytes_per_s = 1e8",
     "processor": '[processor]\nname = "cpu"\nmemory_bytes = 1e10\nmemory_bytes_per_s = 1e10\ncall_s = 1e-5\n'
@@ -166,7 +166,7 @@ def test_a_probed_cluster_is_planned_for(
 @pytest.mark.parametrize(
     ("changed", "code", "words"),
     [
-        ({"complete": None}, "PL933", "did not finish"),
+        ({"end": None}, "PL933", "did not finish"),
         ({"between": None}, "PL933", "[between] is missing"),
         ({"inside": None}, "PL933", "[inside] is missing"),
         ({"nodes": None}, "PL933", "nodes is missing"),

@@ -21,6 +21,7 @@ EXAMPLES = {
     "bench collectives": "bench collectives --nproc 4",
     "plan": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
     "plan layouts": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
+    "probe": "probe --nproc 4",
     "plan schedule": "plan schedule 1f1b --ranks 4",
     "plan traffic": "plan traffic recipes/gpt-stdlib.toml --set layout.tp=2",
     "profile": "profile --nproc-per-node 2 train.py",

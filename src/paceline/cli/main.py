@@ -33,6 +33,7 @@ _COMMANDS = (
     "checkpoint",
     "bench",
     "plan",
+    "probe",
     "profile",
     "lint",
     "launch",

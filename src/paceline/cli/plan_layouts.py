@@ -125,6 +125,17 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
             device = "cpu" if cluster.processor.is_cpu else "cuda"
             recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": device})})
         return of_recipe(recipe, args.vocab_size), Rules.of(recipe)
+    if ":" in args.target:
+        if args.batch is None:
+            raise PacelineError(
+                "PL939",
+                saw=f"{args.target} without --batch.",
+                rule="The costs of a model of your own come from its forward of one microbatch.",
+                fix="Give a function that makes one: --batch my.module:make_batch.",
+            )
+        from paceline.bench.traced import plan_module
+
+        return plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",

@@ -283,7 +283,7 @@ def read_file(path: Path) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _file_error(path, f"it cannot be read ({error})") from None
-    if not table.get("complete", False):
+    if table.get("end", {}).get("complete") is not True:
         raise _file_error(path, "the probe did not finish (`complete` is not true)")
     nodes, ranks = (int(_read(path, table, "", key)) for key in ("nodes", "ranks_per_node"))
     check_number("nodes", nodes, most=MOST_RANKS)

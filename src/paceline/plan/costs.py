@@ -30,6 +30,7 @@ class Product:
         times: how often a sample makes it, in one batch (the heads of attention).
         is_attention: both factors are activations, and one kernel makes it with its neighbour.
         share: of the operations that are made (a causal kernel makes half).
+        learns: whether backward computes a gradient of the weight, too.
     """
 
     rows: float
@@ -39,6 +40,7 @@ class Product:
     times: float = 1
     is_attention: bool = False
     share: float = 1.0
+    learns: bool = True
 
     def divide(self, tp: int) -> Product:
         """Return a rank's part under tp."""

@@ -95,7 +95,7 @@ class Demands:
             buffers = largest * (costs.sizes.gathered * (1 + costs.prefetch) + costs.sizes.gradient_bytes)
         width = costs.sizes.parameter
         update = 0.0 if self.cluster.processor.is_cpu else numbers / layout.dp_shard * width
-        frozen = sum(part.frozen_bytes for part in parts)
+        frozen = sum(part.frozen_bytes for part in parts) / (layout.dp_shard if layout.zero == 3 else 1)
         forward, after = state["after_forward"], state["after_step"]
         temporary = max(again + work, loss)
         options = {

@@ -166,7 +166,7 @@ class StepModel:
         for product in products:
             once = self._time_product(product, samples, layout.cp)
             forward += once
-            backward += once * (_ATTENTION_BACKWARD if product.is_attention else 2)
+            backward += once * (_ATTENTION_BACKWARD if product.is_attention else 1 + product.learns)
         whole = layout.tp if layout.sequence else 1
         moved = samples / layout.cp * (part.moved / layout.tp + part.moved_whole / whole)
         moved_s = moved / (chip.memory_bytes_per_s * self.fit.moved)
@@ -356,16 +356,21 @@ class _Rank:
             found += step.call("all_reduce", left, layout.cp, self.strides["cp"])
         return found * (2 if self.step.costs.sizes.exact and layout.dp > 2 else 1)
 
-    def _gather(self, numbers: float) -> float:
+    def _list_gathers(self) -> list[float]:
+        """Return the seconds of gathering each part's parameters, frozen ones too."""
+        frozen = [part.frozen_bytes / self.layout.tp for part in self.parts]
+        width = self.step.costs.sizes.gathered
+        return [self._gather(n * width + more) for n, more in zip(self.numbers, frozen, strict=True)]
+
+    def _gather(self, num_bytes: float) -> float:
         if self.layout.dp_shard == 1:
             return 0.0
-        num_bytes = numbers * self.step.costs.sizes.gathered
         return self.step.call("all_gather", num_bytes, self.layout.dp_shard, self.strides["dp_shard"])
 
     def count_data(self, works: list[_PartTime], num: int) -> float:
         """Return the exposed seconds of a step without pp."""
         layout, sizes = self.layout, self.step.costs.sizes
-        gathers = [self._gather(numbers) for numbers in self.numbers]
+        gathers = self._list_gathers()
         sums = self._list_sums()
         keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
         nothing = [0.0] * len(gathers)
@@ -422,7 +427,7 @@ class _Rank:
 
     def count_sums(self, works: list[_PartTime]) -> float:
         """Return the seconds of a step's gathers and sums under pp, half hidden by its last microbatch."""
-        sums, gathers = sum(self._list_sums()), sum(self._gather(numbers) for numbers in self.numbers)
+        sums, gathers = sum(self._list_sums()), sum(self._list_gathers())
         hidden = sum(work.backward for work in works) if self.step.costs.overlaps else 0.0
         if self.step.cluster.processor.is_cpu:
             hidden = 0.0

@@ -1,0 +1,299 @@
+"""Measures a cluster on its running ranks, for `paceline plan --cluster cluster.toml`; about a minute.
+
+Protocol, the same on every rank; all ranks measure at the same time, because they share cores, memory and
+links in training too:
+
+1. Matrix products over a grid of shapes and types; then a copy beyond the caches, and a chain of small
+   operations forward and backward, which shows the cost of starting one.
+2. All-reduce, all-gather, reduce-scatter and all-to-all: over the ranks of each node, then over ranks of
+   different nodes. Calls of a size follow each other, and the slowest rank counts. A line through the sizes
+   gives the seconds of an empty call and the bus bandwidth (nccl-tests, doc/PERFORMANCE.md).
+3. Steps of a model of 64 parameters: what a step takes beside its arithmetic.
+
+The median over repetitions counts, and over ranks for what each does alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.bench.link_times import find_slow_links, measure_links
+from paceline.comm.collectives import all_gather, reduce_scatter
+from paceline.comm.nodes import find_nodes
+from paceline.launching.local import check_launch, launch
+from paceline.memory.limits import Gauge
+from paceline.mesh import build_mesh
+from paceline.phrases import name_ranks
+from paceline.plan.calls import BUS_FACTORS
+from paceline.recipe.layout import Layout
+from paceline.train.trainer import Trainer
+from paceline.world import World, start
+
+_ROWS, _WIDTHS = (64, 512, 4096), (64, 256, 1024, 4096)
+# A product of more operations would take seconds on a core.
+_MOST_FLOPS = {"cpu": 4e9, "cuda": 1e13}
+_SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_SAMPLE_S = 0.02
+_REPEATS = 5
+# Beyond the caches of most processors, with the other ranks.
+_COPY_BYTES = 64 << 20
+_CHAIN = 50
+_STEPS = 12
+# Quartiles of the same work this far apart are a busy machine.
+_BUSY = 1.3
+
+
+@dataclass(frozen=True)
+class ProbedClass:
+    """The links of a class: a line for messages, and one for each collective."""
+
+    ranks: int
+    alpha_s: float
+    bytes_per_s: float
+    calls: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A measured cluster; the fields are those of `cluster.toml`."""
+
+    hosts: tuple[str, ...]
+    ranks_per_node: int
+    processor: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    call_s: float
+    products: list[tuple[float, float, float, int, float]]
+    inside: ProbedClass | None
+    between: ProbedClass | None
+    other_s: float
+    remarks: tuple[str, ...]
+    took_s: float
+
+
+def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> Probe:
+    """Measure the cluster of the running ranks, or of ranks that are started on this machine.
+
+    Args:
+        num_ranks: ranks to start; None in a process that is a rank, as all of them must be then.
+        device: as for `start`.
+
+    Raises:
+        PacelineError: PL320 to PL326 for ranks that cannot be started, PL954 if one does not answer.
+    """
+    if num_ranks is None:
+        return _run(device)
+    check_launch(num_ranks, device)
+    found: list[Probe] = launch(_run, num_ranks, (device,), device=device, hang_after_s=None)
+    return found[0]
+
+
+def _run(device: str) -> Probe:
+    begin_s = time.perf_counter()
+    with start(device=device) as world:
+        hosts, nodes = find_nodes() if world.world_size > 1 else (("localhost",), (0,))
+        per_node = min(nodes.count(node) for node in set(nodes))
+        spreads: list[float] = []
+        products = _measure_products(world, spreads)
+        copy_s = _median(world, _time(world, _copy(world)), spreads)
+        call_s = _median(world, _time(world, _chain(world)), spreads) / (3 * _CHAIN)
+        classes = _measure_classes(world, len(hosts), per_node)
+        other_s = _measure_step(world)
+        remarks = list(_list_remarks(world, spreads, nodes))
+        return Probe(
+            hosts=tuple(hosts),
+            ranks_per_node=per_node,
+            processor=_name_processor(world.device),
+            memory_bytes=_find_memory(world, per_node),
+            memory_bytes_per_s=2 * _COPY_BYTES / copy_s,
+            call_s=call_s,
+            products=products,
+            inside=classes["inside"],
+            between=classes["between"],
+            other_s=other_s,
+            remarks=tuple(remarks),
+            took_s=time.perf_counter() - begin_s,
+        )
+
+
+def _list_remarks(world: World, spreads: list[float], nodes: Sequence[int]) -> Any:
+    if len({nodes.count(node) for node in nodes}) > 1:
+        yield "nodes have different numbers of ranks; the smallest number is planned for"
+    spread = statistics.median(spreads)
+    if spread > _BUSY:
+        yield f"the machine was busy: the same work took up to {spread:.1f} times as long in another quarter"
+    if world.world_size > 1 and world.device.type == "cpu":
+        for link in find_slow_links(measure_links(world)):
+            yield f"slow link: {name_ranks(link.ranks)}, {link.times:.1f} times the usual time"
+
+
+# ---- one rank
+
+
+def _measure_products(world: World, spreads: list[float]) -> list[tuple[float, float, float, int, float]]:
+    kind, found = world.device.type, []
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, inner, columns in itertools.product(_ROWS, _WIDTHS, _WIDTHS):
+            flops = 2.0 * rows * inner * columns
+            if flops > _MOST_FLOPS[kind]:
+                continue
+            left = torch.randn(rows, inner, device=world.device, dtype=dtype)
+            right = torch.randn(columns, inner, device=world.device, dtype=dtype)
+            call = _multiply(left, right)
+            took_s = _median(world, _time(world, call, repeats=3), spreads)
+            found.append((float(rows), float(inner), float(columns), dtype.itemsize, flops / took_s))
+    return found
+
+
+def _multiply(left: Tensor, right: Tensor) -> Callable[[], object]:
+    return lambda: nn.functional.linear(left, right)
+
+
+def _copy(world: World) -> Callable[[], object]:
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=world.device)
+    target = torch.ones_like(source)
+    return lambda: target.copy_(source)
+
+
+def _chain(world: World) -> Callable[[], object]:
+    x = torch.ones(16, requires_grad=True, device=world.device)
+
+    def run() -> None:
+        y = x
+        for _ in range(_CHAIN):
+            y = y * 1.0
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _time(world: World, call: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
+    """Return the seconds of a call, repeated as often as a sample lasts; all ranks begin together."""
+    once_s = _run_often(world, call, 1)
+    times = max(1, min(200, int(_agree(world, _SAMPLE_S / max(once_s, 1e-7)))))
+    if world.world_size > 1:
+        dist.barrier()
+    return [_run_often(world, call, times) for _ in range(repeats)]
+
+
+def _run_often(world: World, call: Callable[[], object], times: int) -> float:
+    _wait(world)
+    begin_s = time.perf_counter()
+    for _ in range(times):
+        call()
+    _wait(world)
+    return (time.perf_counter() - begin_s) / times
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _agree(world: World, value: float) -> float:
+    """Return the largest value of all ranks."""
+    found = torch.tensor(value, dtype=torch.float64)
+    if world.world_size > 1:
+        found = found.to(world.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def _median(world: World, times: list[float], spreads: list[float]) -> float:
+    """Return the median over ranks of the median time, and note the spread of this rank's."""
+    quarters = statistics.quantiles(times, n=4)
+    spreads.append(quarters[2] / quarters[0])
+    own = statistics.median(times)
+    if world.world_size == 1:
+        return own
+    all_ranks: list[float] = [0.0] * world.world_size
+    dist.all_gather_object(all_ranks, own)
+    return statistics.median(all_ranks)
+
+
+def _name_processor(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _find_memory(world: World, per_node: int) -> float:
+    """Return the bytes that one rank may use."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    use = Gauge().read_fullest()
+    return 1e9 if use is None else (use.limit - use.used) / per_node
+
+
+# ---- several ranks
+
+
+def _measure_classes(world: World, num_nodes: int, per_node: int) -> dict[str, ProbedClass | None]:
+    found: dict[str, ProbedClass | None] = {"inside": None, "between": None}
+    if world.world_size != num_nodes * per_node or world.world_size == 1:
+        return found
+    mesh = build_mesh(Layout(dp_replicate=num_nodes, tp=per_node), world)
+    for name, axis in (("inside", mesh.tp), ("between", mesh.dp_replicate)):
+        if axis.size > 1:
+            found[name] = _measure_class(world, axis.group, axis.size)
+    return found
+
+
+def _measure_class(world: World, group: dist.ProcessGroup, size: int) -> ProbedClass:
+    calls = {}
+    for operation in _OPERATIONS:
+        points = []
+        for num_bytes in _SIZES:
+            call = _build_call(world, operation, num_bytes, group, size)
+            taken = _time(world, call)
+            points.append((num_bytes, _agree(world, statistics.median(taken))))
+        calls[operation] = _fit_line(points, BUS_FACTORS[operation](size))
+    # A message of a pipeline: the steps of a ring without the factor.
+    empty_s, rate = calls["all_gather"]
+    return ProbedClass(size, empty_s / max(1, size - 1), rate, calls)
+
+
+def _build_call(
+    world: World, operation: str, num_bytes: int, group: dist.ProcessGroup, size: int
+) -> Callable[[], object]:
+    count = max(1, num_bytes // (4 * size))
+    part, whole, other = (torch.zeros(count * n, device=world.device) for n in (1, size, size))
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather(other, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter(part, other, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(whole, other, group=group),
+    }
+    return calls[operation]
+
+
+def _fit_line(points: Sequence[tuple[int, float]], factor: float) -> tuple[float, float]:
+    """Return the seconds of an empty call, and the bus bandwidth: from the smallest and the largest size."""
+    (small, small_s), (large, large_s) = points[0], points[-1]
+    slope = max((large_s - small_s) / (large - small), 1e-13)
+    return max(small_s - slope * small, 1e-7), factor / slope
+
+
+def _measure_step(world: World) -> float:
+    """Return the usual seconds of a step of a model that computes almost nothing."""
+    trainer = Trainer(
+        nn.Linear(8, 8, bias=False),
+        loss=lambda output, _: output.square().mean(),
+        forward=lambda model, batch: model(batch["x"]),
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
+    )
+    taken = []
+    for number in range(_STEPS):
+        x = torch.full((1, 8), 1.0 + world.rank + world.world_size * number)
+        begin_s = time.perf_counter()
+        float(trainer.step({"x": x}).loss)
+        taken.append(time.perf_counter() - begin_s)
+    return _agree(world, statistics.median(taken[2:]))
