@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,14 +78,18 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
 
 
 def load_function(target: str) -> Callable[[], Any]:
-    """Return the function of `module:function`; modules of the working folder are found.
+    """Return the function of `module:function` or `file.py:function`; the working folder's are found.
 
     Raises:
         PacelineError: PL934.
     """
-    module, _, name = target.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    module, _, name = target.rpartition(":")
+    folder = ""
+    if module.endswith(".py"):
+        file = Path(module).absolute()
+        folder, module = str(file.parent), file.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:

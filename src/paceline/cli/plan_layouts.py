@@ -34,7 +34,7 @@ def add_layouts(kinds: Any) -> None:
     """Add the plan of layouts to what `paceline plan` can do."""
     parser = kinds.add_parser(NAME, help="which layouts fit, and which is fastest (also without this word)",
                               description=_DESCRIPTION)  # fmt: skip
-    parser.add_argument("target", metavar="TARGET", help="a recipe's .toml file, or my.module:build_model")
+    parser.add_argument("target", metavar="TARGET", help="a recipe's .toml file, or FILE.py:FUNCTION")
     parser.add_argument(
         "--cluster",
         metavar="WORDS|FILE",
@@ -56,7 +56,7 @@ def add_layouts(kinds: Any) -> None:
         "--scale", action="store_true", help="compare numbers of nodes: time and cost of a token on each"
     )
     parser.add_argument(
-        "--batch", metavar="MODULE:FUNCTION", help="for a model of your own: makes one microbatch"
+        "--batch", metavar="FILE.py:FUNCTION", help="for a model of your own: makes one microbatch"
     )
     parser.add_argument(
         "--global-batch", metavar="N", type=int, default=0,

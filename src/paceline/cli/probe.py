@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             written.
     """
     from paceline.bench.probe import measure_cluster
-    from paceline.bench.ranks import check_counts
+    from paceline.bench.starts import check_counts
     from paceline.place import is_launched, read_environment
 
     joins = is_launched(os.environ)
