@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.probe import Probe, ProbedClass, _fit_line, measure_cluster
+from paceline.bench.probe import ProbedCluster, ProbedClass, _fit_line, measure_cluster
 from paceline.cli.probe import _write, format_probe
 from paceline.errors import PacelineError
 from paceline.plan.cluster import read_file
@@ -18,7 +18,7 @@ from paceline.plan.search import search
 from paceline.recipe import Rules, load_recipe
 
 LINKS = ProbedClass(2, 1e-4, 1e9, {"all_reduce": (2e-4, 2e9), "all_gather": (1e-4, 1e9)})
-PROBE = Probe(
+PROBE = ProbedCluster(
     ("a", "b"), 2, "cpu", 1e10, 1e10, 1e-5, [(64.0, 64.0, 64.0, 4, 1e10)], LINKS,
     replace(LINKS, bytes_per_s=1e8), 0.01, ("the machine was busy",), 12.0,
 )  # fmt: skip

@@ -64,7 +64,7 @@ class ProbedClass:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbedCluster:
     """A measured cluster; the fields are those of `cluster.toml`."""
 
     hosts: tuple[str, ...]
@@ -81,7 +81,7 @@ class Probe:
     took_s: float
 
 
-def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> Probe:
+def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> ProbedCluster:
     """Measure the cluster of the running ranks, or of ranks that are started on this machine.
 
     Args:
@@ -94,11 +94,11 @@ def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> Probe:
     if num_ranks is None:
         return _run(device)
     check_launch(num_ranks, device)
-    found: list[Probe] = launch(_run, num_ranks, (device,), device=device, hang_after_s=None)
+    found: list[ProbedCluster] = launch(_run, num_ranks, (device,), device=device, hang_after_s=None)
     return found[0]
 
 
-def _run(device: str) -> Probe:
+def _run(device: str) -> ProbedCluster:
     begin_s = time.perf_counter()
     with start(device=device) as world:
         hosts, nodes = find_nodes() if world.world_size > 1 else (("localhost",), (0,))
@@ -110,7 +110,7 @@ def _run(device: str) -> Probe:
         classes = _measure_classes(world, len(hosts), per_node)
         other_s = _measure_step(world)
         remarks = list(_list_remarks(world, spreads, nodes))
-        return Probe(
+        return ProbedCluster(
             hosts=tuple(hosts),
             ranks_per_node=per_node,
             processor=_name_processor(world.device),

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.bench.probe import Probe, ProbedClass
+    from paceline.bench.probe import ProbedCluster, ProbedClass
 
 _DESCRIPTION = """
 Measures matrix products, memory and collectives on the real ranks in about a minute, all ranks at once, and
@@ -78,7 +78,7 @@ def _write(path: Path, lines: list[str]) -> None:
         ) from None
 
 
-def format_probe(found: Probe) -> Iterator[str]:
+def format_probe(found: ProbedCluster) -> Iterator[str]:
     """Yield the lines of cluster.toml."""
     yield f"# Measured by paceline probe in {found.took_s:.0f} s on {', '.join(found.hosts)}."
     yield f"nodes = {len(found.hosts)}"
@@ -113,7 +113,7 @@ def _format_class(name: str, links: ProbedClass) -> Iterator[str]:
         yield f"{operation} = {{ empty_s = {empty_s:.4g}, bytes_per_s = {rate:.4g} }}"
 
 
-def _describe(found: Probe, path: Path) -> Iterator[str]:
+def _describe(found: ProbedCluster, path: Path) -> Iterator[str]:
     nodes = f"{len(found.hosts)} node{'s' * (len(found.hosts) > 1)} of {found.ranks_per_node}"
     yield f"{nodes} {found.processor}, in {found.took_s:.0f} s: {path}"
     best = max(rate for *_, rate in found.products)
