@@ -177,9 +177,9 @@ def write(runs: list[Run], errors: dict[int, float], fit: Constants) -> None:
         for level in (0.5, 0.8, 0.9)
     }
     table = {
-        "made_by": "python benchmarks/plan/evaluate.py --write",
+        "made_by": "python benchmarks/plan/evaluate.py --write; bars.probed: benchmarks/plan/machine.py --write",
         "constants": {key: float(f"{value:.4g}") for key, value in asdict(fit).items()},
-        "bars": {"hardware": hardware, "calibrated": one},
+        "bars": {**json.loads(TARGET.read_text())["bars"], "hardware": hardware, "calibrated": one},
         "seen": {
             "processors": sorted({run.gpu for run in runs}),
             "schedules": sorted({run.layout.schedule for run in runs}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.probe import ProbedCluster, ProbedClass, _fit_line, measure_cluster
+from paceline.bench.probe import ProbedClass, ProbedCluster, _fit_line, measure_cluster
 from paceline.cli.probe import _write, format_probe
 from paceline.errors import PacelineError
 from paceline.plan.cluster import read_file

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.bench.probe import ProbedCluster, ProbedClass
+    from paceline.bench.probe import ProbedClass, ProbedCluster
 
 _DESCRIPTION = """
 Measures matrix products, memory and collectives on the real ranks in about a minute, all ranks at once, and
