@@ -19,10 +19,12 @@ from pathlib import Path
 
 from published import ROWS, Run, read_runs
 
+from paceline.plan.demand import Demands
 from paceline.plan.fit import Constants, find_quantiles
 from paceline.plan.step import StepModel
 
 TARGET = Path(__file__).parents[2] / "src" / "paceline" / "plan" / "fitted.json"
+GIB = 1 << 30
 # Physics: no share above 1, a half-filled product at some hundreds, a link's step of microseconds.
 BOUNDS = {
     "product": (0.5, 1.0), "half_inner": (20, 1000), "narrow": (0.4, 1.0), "attention": (0.2, 0.95),
@@ -93,6 +95,8 @@ def main() -> None:
             runs.append(run)
         else:
             left[run] += 1
+    counted = [run for run in runs if run.peak_gb is not None]
+    runs = [run for run in runs if run.step_s]
     print(f"{len(runs)} rows; left out: " + ", ".join(f"{n} ({why})" for why, n in left.items()))
     start = Constants()
     if args.no_fit:
@@ -110,6 +114,7 @@ def main() -> None:
             errors |= dict(zip(map(id, held), predict(held, fit), strict=True))
     print("constants:", {key: float(f"{value:.3g}") for key, value in asdict(whole).items()})
     report(runs, errors)
+    report_memory(counted)
     if args.worst:
         for run in sorted(runs, key=lambda run: -abs(errors[id(run)]))[: args.worst]:
             print(
@@ -152,6 +157,23 @@ def report(runs: list[Run], errors: dict[int, float]) -> None:
     print(f"median over publications of their medians: {statistics.median(by_source):.1%}")
 
 
+def report_memory(runs: list[Run]) -> None:
+    """Print the published peaks beside the counted ones; nothing is fitted."""
+    groups = defaultdict(list)
+    for run in runs:
+        if run.peak_gb is not None:
+            demand = Demands(run.costs, run.cluster(Constants())).count(run.layout)
+            held = demand.low <= run.peak_gb * GIB <= demand.high
+            groups[run.source].append((math.log(demand.total / (run.peak_gb * GIB)), held))
+    title = "peak memory (GiB), nothing fitted"
+    print(f"\n{title:<52}{'rows':>5}{'median':>8}{'p90':>7}{'ratio':>7}{'in range':>10}")
+    every = [row for rows in groups.values() for row in rows]
+    for source, own in [*sorted(groups.items()), ("all", every)]:
+        median, p90, ratio = describe([error for error, _ in own])
+        held = statistics.mean(inside for _, inside in own)
+        print(f"{source[:51]:<52}{len(own):>5}{median:>8.1%}{p90:>7.0%}{ratio:>7.2f}{held:>10.0%}")
+
+
 def write(runs: list[Run], errors: dict[int, float], fit: Constants) -> None:
     """Write the data file of the package."""
     # Ends of measured over predicted.
@@ -177,7 +199,7 @@ def write(runs: list[Run], errors: dict[int, float], fit: Constants) -> None:
         for level in (0.5, 0.8, 0.9)
     }
     table = {
-        "made_by": "python benchmarks/plan/evaluate.py --write; bars.probed: benchmarks/plan/machine.py --write",
+        "made_by": "benchmarks/plan/evaluate.py --write; bars.probed: benchmarks/plan/machine.py --write",
         "constants": {key: float(f"{value:.4g}") for key, value in asdict(fit).items()},
         "bars": {**json.loads(TARGET.read_text())["bars"], "hardware": hardware, "calibrated": one},
         "seen": {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.plan.cluster import Cluster, read_cluster
-from paceline.plan.costs import ModelCosts, Transformer, of_transformer
+from paceline.plan.costs import Kept, ModelCosts, Transformer, of_transformer
 from paceline.plan.fit import Constants
 from paceline.plan.memory import Sizes
 from paceline.plan.parameters import Parameter
@@ -21,7 +21,7 @@ NAMES = {
     "V100-32": "V100-SXM2-32",
 }  # fmt: skip
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zero_bubble", "ZB-V": "zbv"}
-NEEDED = ("layers", "hidden", "heads", "seq_len", "global_batch", "dp", "step_time_s")
+NEEDED = ("layers", "hidden", "heads", "seq_len", "global_batch", "dp")
 # Rows whose time or layout the row itself calls a guess, or whose order of microbatches is none of ours.
 FAMILIES = ("Narayanan", "Megatron-LM README", "Megatron-Core", "nanotron", "torchtitan", "PyTorch blog",
             "IBM", "NeMo", "Megatron-LM llama", "Zero Bubble", "MosaicML")  # fmt: skip
@@ -33,7 +33,7 @@ class Run:
 
     source: str
     publication: str
-    step_s: float
+    step_s: float  # 0: not published
     peak_gb: float | None
     costs: ModelCosts
     layout: Layout
@@ -104,6 +104,8 @@ def read_run(row: dict[str, str]) -> Run:
         chunks = 1
     if schedule == "zbv":
         chunks = 1
+    if pp > 1 and zero == 3 and row["source"].startswith("torchtitan"):
+        zero = 2  # it keeps gathered parameters under pp
     shard = dp if zero and dp > 1 else 1
     layout = Layout(
         pp=pp, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, zero=zero if shard > 1 else 3,
@@ -119,11 +121,11 @@ def read_run(row: dict[str, str]) -> Run:
     costs = _make_costs(row, layers, hidden, heads, batch, min(micro, batch // dp))
     rate = _find_rate(row["interconnect"], node)
     words = f"{ranks // node} nodes of {node} {gpu}" + (f", {rate:g} Gbit/s" if rate and ranks > node else "")
-    publication = next(name for name in FAMILIES if row["source"].startswith(name))
-    peak = float(row["peak_mem_gb"]) if row["peak_mem_gb"].strip() else None
-    return Run(
-        row["source"], publication, float(row["step_time_s"]), peak, costs, layout, words, gpu, node, rate
-    )
+    publication = next((name for name in FAMILIES if row["source"].startswith(name)), row["source"])
+    peak, step_s = (float(row[key]) if row[key].strip() else None for key in ("peak_mem_gb", "step_time_s"))
+    if peak is None and step_s is None:
+        raise ValueError("no step_time_s")
+    return Run(row["source"], publication, step_s or 0.0, peak, costs, layout, words, gpu, node, rate)
 
 
 def _make_costs(
@@ -155,19 +157,33 @@ def _make_costs(
     parameters = {"before": [vocabulary]} | {f"block{n}": block for n in range(layers)}
     parameters["after"] = [Parameter("norm", (hidden,))] + ([] if tied else [vocabulary])
     before, *blocks, after = of_transformer(sizes, parameters)
+    halves = source.startswith(
+        ("torchtitan", "PyTorch blog")
+    )  # of the products, selective keeps every other one
+    if halves:
+        few = blocks[0].kept_selective
+        few = Kept(0.55 * few.split, 0.55 * few.whole)
+        blocks = [replace(block, kept_selective=few) for block in blocks]
     megatron = source.startswith(("Narayanan", "Megatron", "NeMo", "Zero Bubble", "nanotron"))
     fsdp = not megatron
     return ModelCosts(
         source, before, tuple(blocks), after,
         loss_bytes=_number(row, "seq_len") * vocab * (2 + 4 + 4),
-        sizes=Sizes(parameter=4 if fsdp and "pure" not in precision else 2, gathered=2, num_moments=2,
-                    gradient=2 if fsdp else 4),
+        sizes=_find_sizes(fsdp=fsdp, pure="pure" in precision),
         dtype_bytes=1 if "fp8" in precision or "float8" in precision else 2,
         global_batch=batch, microbatch=micro, tokens=_number(row, "seq_len"),
         overlaps=not source.startswith(("Narayanan", "Megatron-LM README")),
         eager="compile" not in row["notes"],
-        selective_again=0.5 if source.startswith(("torchtitan", "PyTorch blog")) else 0.0,
+        selective_again=0.5 if halves else 0.0,
     )  # fmt: skip
+
+
+def _find_sizes(*, fsdp: bool, pure: bool) -> Sizes:
+    """Return bytes: fp32 parameters that are gathered and summed narrow, or narrow ones with fp32 masters."""
+    if fsdp:
+        return Sizes(parameter=2 if pure else 4, gathered=2, num_moments=2, gradient=2 if pure else 4)
+    # Megatron-LM: 2 bytes, fp32 gradients, and 12 bytes of master and moments: as six moments of 2 bytes.
+    return Sizes(parameter=2, gathered=2, num_moments=6, gradient=4)
 
 
 def _find_zero(sharding: str) -> int:

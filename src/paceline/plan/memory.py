@@ -119,18 +119,18 @@ def plan_memory(
         optimizer -= (matrices + experts) * sizes.parameter * fewer
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     accumulates = sizes.num_microbatches > 1
-    held = _count_held(layout, sizes) * (padded // num_shards) * sizes.parameter
+    held = _count_held(layout, sizes) * (padded // num_shards) * sizes.gradient_bytes
     if sizes.num_microbatches > 1 and not sizes.exact:
-        held += experts * sizes.parameter
-    aside = _count_aside(sizes.num_microbatches) * apart * sizes.parameter if sizes.exact else 0
+        held += experts * sizes.gradient_bytes
+    aside = _count_aside(sizes.num_microbatches) * apart * sizes.gradient_bytes if sizes.exact else 0
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
         offloaded = shards + optimizer + gradients if layout.offload != "none" else 0
         return Memory(shards, gathered * sizes.gathered, gradients, set_aside, optimizer, offloaded)
 
-    done = memory(gradients=shards)
+    done = memory(gradients=shards // sizes.parameter * sizes.gradient_bytes)
     # Gradients are views of DDP's buckets, which stay from step to step.
-    at_rest = memory(gradients=_count_buckets(parameters, layout) * sizes.parameter)
+    at_rest = memory(gradients=_count_buckets(parameters, layout) * sizes.gradient_bytes)
     if num_shards == 1:
         between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
     else:
