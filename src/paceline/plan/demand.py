@@ -90,7 +90,11 @@ class Demands:
         if costs.copies_weights:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
         gathered = buffers = 0.0
-        if layout.dp_shard > 1:
+        if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
+            # A whole stage, and the next action's if it is of another one (parallel/stages/shards.py).
+            own = layout.num_stages // layout.pp
+            gathered = numbers * min(2, own) / own * costs.sizes.gathered
+        elif layout.dp_shard > 1:
             # Blocks on their way: gathered ahead, and whole gradients that are being summed.
             buffers = largest * (costs.sizes.gathered * (1 + costs.prefetch) + costs.sizes.gradient_bytes)
         width = costs.sizes.parameter
@@ -101,7 +105,7 @@ class Demands:
         options = {
             "backward begins": _terms(
                 forward, activations=activations, temporary=temporary, copies=copies,
-                buffers=gathered + buffers, frozen=frozen,
+                whole_stages=gathered, buffers=buffers, frozen=frozen,
             ),
             "update": _terms(after, update=update, frozen=frozen),
         }  # fmt: skip
@@ -149,7 +153,9 @@ class Demands:
 
     def _with_range(self, terms: dict[str, float], layout: Layout, instant: str, stage: int) -> Demand:
         sure = sum(terms.values())
-        moving = sum(terms.get(key, 0.0) for key in ("activations", "temporary", "gathered", "buffers"))
+        moving = sum(
+            terms.get(key, 0.0) for key in ("activations", "temporary", "gathered", "whole_stages", "buffers")
+        )
         if self.cluster.processor.is_cpu:
             low, high = _CPU_PROCESS
         else:

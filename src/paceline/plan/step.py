@@ -118,7 +118,7 @@ class StepModel:
             bubble = 0.0
         else:
             busy, bubble = self._pipeline(layout, strides, works, num, samples, by_formula=by_formula)
-            data = max(one.count_sums(own) for one, own in zip(rank, works, strict=True))
+            data = max(one.count_sums(own, num) for one, own in zip(rank, works, strict=True))
         # The terms of the stage that computes longest.
         longest = max(works, key=lambda parts: sum(work.forward + work.backward for work in parts))
         times = num * (layout.num_stages // layout.pp if layout.pp > 1 else 1)
@@ -425,9 +425,17 @@ class _Rank:
         exposed = max(now, wire) - sum(computes)
         return exposed + fit.contention * max(0.0, sent - exposed)
 
-    def count_sums(self, works: list[_PartTime]) -> float:
-        """Return the seconds of a step's gathers and sums under pp, half hidden by its last microbatch."""
+    def count_sums(self, works: list[_PartTime], num: int) -> float:
+        """Return the seconds of a stage's gathers and sums under pp.
+
+        A rank with one stage gathers once per step, and half of that is hidden, as of the sums. With several
+        stages and zero=3, each action's stage is gathered while the action before computes.
+        """
+        layout = self.layout
         sums, gathers = sum(self._list_sums()), sum(self._list_gathers())
+        if layout.zero == 3 and layout.num_stages > layout.pp:
+            ways = [sum(getattr(work, kind) for work in works) for kind in ("forward", "backward")]
+            return sums + num * sum(max(0.0, gathers - way) for way in ways)
         hidden = sum(work.backward for work in works) if self.step.costs.overlaps else 0.0
         if self.step.cluster.processor.is_cpu:
             hidden = 0.0
