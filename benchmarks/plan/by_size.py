@@ -41,9 +41,8 @@ def main() -> None:
             found = search(of_recipe(recipe), Rules.of(recipe), read_cluster(words, fit.links), fit)
             if not found.fitting:
                 assert found.smallest is not None
-                print(
-                    f"  {name:<5} nothing fits; {found.smallest.layout}: {found.smallest.demand.high / 1e9:.0f} GB"
-                )
+                least = f"{found.smallest.layout}: {found.smallest.demand.high / 1e9:.0f} GB"
+                print(f"  {name:<5} nothing fits; {least}")
                 continue
             first, *others = found.best_by_family
             more = f"{others[0].family} {others[0].seconds / first.seconds - 1:+.0%}" if others else ""
