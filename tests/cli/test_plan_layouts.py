@@ -250,3 +250,24 @@ def test_a_run_of_something_else_does_not_calibrate(
         run(llama, "--cluster", "8 H100", "--calibrate", folder)
     assert found.value.code == "PL935"
     assert words in str(found.value)
+
+
+def test_a_recording_of_one_rank_is_refused_and_one_of_two_is_projected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli.plan_recorded import read_step
+    from paceline.profiling.analysis import Profile, RankStep, Traffic
+
+    traffic = (Traffic("world", "all_reduce", 4, 4_000_000, 8_000_000),)
+    times = (50_000_000, {"backward": 20_000_000}, 40_000_000, 8_000_000, 5_000_000, {}, 4_000_000)
+    steps = [RankStep(rank, number, *times, traffic) for rank in (0, 1) for number in (1, 2, 3)]
+    both = Profile(2, (0, 1), (1, 2, 3), tuple(steps), (), 4, 0, 0, 0, None)
+    step = read_step(both, tmp_path)
+    assert (step.num_ranks, step.work_s, step.backward_s) == (2, 0.045, 0.02)
+    assert (step.calls[0].num_bytes, step.calls[0].count, step.backward_share) == (1_000_000, 4, 0.5)
+    alone = Profile(
+        1, (0,), (1,), (steps[0].__class__(0, 1, 5, {}, 5, 0, 0, {}, 0, ()),), (), 0, 0, 0, 0, None
+    )
+    with pytest.raises(PacelineError) as found:
+        read_step(alone, tmp_path)
+    assert found.value.code == "PL940"

@@ -63,6 +63,10 @@ def add_layouts(kinds: Any) -> None:
         help="for a model of your own: samples per step (default: one microbatch per rank)",
     )  # fmt: skip
     parser.add_argument(
+        "--recorded", metavar="PROFILE", type=Path,
+        help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
+    )  # fmt: skip
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -91,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster, fit.links)
     if args.nproc is not None:
         cluster = check_ranks(cluster, args.nproc)
+    if args.recorded is not None:
+        from paceline.cli import plan_recorded
+
+        return plan_recorded.run(args, cluster, fit)
     limit = None if args.memory is None else 1e9 * check_number("--memory", args.memory)
     costs, rules = _read_target(args, cluster)
     calibration = None
@@ -139,9 +147,10 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",
-        rule="A plan is made for a recipe, which ends in .toml, or for a function that builds a model, as "
-        "my.module:build_model.",
-        fix="Write for example paceline plan recipes/gpt-stdlib.toml.",
+        rule="A plan is made for a recipe, which ends in .toml, for a function that builds a model, as "
+        "train.py:build_model, or for a script with --recorded.",
+        fix="Write for example paceline plan recipes/gpt-stdlib.toml, or record the script: paceline profile "
+        "--nproc-per-node 2 train.py.",
     )
 
 

@@ -434,8 +434,8 @@ class _Rank:
         layout = self.layout
         sums, gathers = sum(self._list_sums()), sum(self._list_gathers())
         if layout.zero == 3 and layout.num_stages > layout.pp:
-            ways = [sum(getattr(work, kind) for work in works) for kind in ("forward", "backward")]
-            return sums + num * sum(max(0.0, gathers - way) for way in ways)
+            ways = (sum(work.forward for work in works), sum(work.backward for work in works))
+            return sums + num * math.fsum(max(0.0, gathers - way) for way in ways)
         hidden = sum(work.backward for work in works) if self.step.costs.overlaps else 0.0
         if self.step.cluster.processor.is_cpu:
             hidden = 0.0
