@@ -169,7 +169,7 @@ def _make_costs(
     return ModelCosts(
         source, before, tuple(blocks), after,
         loss_bytes=_number(row, "seq_len") * vocab * (2 + 4 + 4),
-        sizes=_find_sizes(fsdp=fsdp, pure="pure" in precision),
+        sizes=_find_sizes(fsdp=fsdp, pure="pure" in precision, sums=2 if source.startswith("IBM") else 4),
         dtype_bytes=1 if "fp8" in precision or "float8" in precision else 2,
         global_batch=batch, microbatch=micro, tokens=_number(row, "seq_len"),
         overlaps=not source.startswith(("Narayanan", "Megatron-LM README")),
@@ -178,10 +178,10 @@ def _make_costs(
     )  # fmt: skip
 
 
-def _find_sizes(*, fsdp: bool, pure: bool) -> Sizes:
+def _find_sizes(*, fsdp: bool, pure: bool, sums: int) -> Sizes:
     """Return bytes: fp32 parameters that are gathered and summed narrow, or narrow ones with fp32 masters."""
     if fsdp:
-        return Sizes(parameter=2 if pure else 4, gathered=2, num_moments=2, gradient=2 if pure else 4)
+        return Sizes(parameter=2 if pure else 4, gathered=2, num_moments=2, gradient=2 if pure else sums)
     # Megatron-LM: 2 bytes, fp32 gradients, and 12 bytes of master and moments: as six moments of 2 bytes.
     return Sizes(parameter=2, gathered=2, num_moments=6, gradient=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan.cluster import Cluster, Processor, Wire
-from paceline.plan.recorded import RecordedCall, RecordedStep, change_buckets, project
+from paceline.plan.recorded import RecordedStep, SentCall, change_buckets, project
 
 CHIP = Processor("gpu", {4: 1e12}, 1.0, 1e11, 1e12, 0.0)
 
@@ -15,7 +15,7 @@ def cluster(ranks: int, rate: float) -> Cluster:
 
 
 def step(count: int = 4, share: float = 1.0) -> RecordedStep:
-    return RecordedStep(2, 1.0, 1.0, 0.6, (RecordedCall("all_reduce", 1e9 / count, count),), share)
+    return RecordedStep(2, 1.0, 1.0, 0.6, (SentCall("all_reduce", 1e9 / count, count),), share)
 
 
 def test_what_fits_into_backward_is_hidden_but_the_last_bucket() -> None:

@@ -61,7 +61,7 @@ def read_step(profile: Profile, path: Path) -> RecordedStep:
         PacelineError: PL940.
     """
     from paceline.plan.calls import BUS_FACTORS
-    from paceline.plan.recorded import RecordedCall, RecordedStep
+    from paceline.plan.recorded import RecordedStep, SentCall
 
     least = min(profile.ranks, key=lambda rank: sum(r.exposed_ns for r in profile.rows if r.rank == rank))
     rows = [row for row in profile.rows if row.rank == least]
@@ -72,7 +72,7 @@ def read_step(profile: Profile, path: Path) -> RecordedStep:
             once = traffic.num_bytes / traffic.count
             # An all-gather's input is a part of what its size is counted by.
             once *= profile.world_size if traffic.operation == "all_gather" else 1
-            calls.append(RecordedCall(traffic.operation, once, traffic.count))
+            calls.append(SentCall(traffic.operation, once, traffic.count))
     if not calls:
         raise PacelineError(
             "PL940",

@@ -15,7 +15,7 @@ from paceline.plan.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class RecordedCall:
+class SentCall:
     """Equal collectives of a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class RecordedStep:
     step_s: float
     work_s: float
     backward_s: float
-    calls: tuple[RecordedCall, ...]
+    calls: tuple[SentCall, ...]
     backward_share: float
 
 
@@ -79,7 +79,7 @@ def change_buckets(step: RecordedStep, bucket_bytes: float) -> RecordedStep:
         return step
     count = max(1, round(total / bucket_bytes))
     others = [call for call in step.calls if call.operation != "all_reduce"]
-    return replace(step, calls=(*others, RecordedCall("all_reduce", total / count, count)))
+    return replace(step, calls=(*others, SentCall("all_reduce", total / count, count)))
 
 
 def project(step: RecordedStep, cluster: Cluster, contention: float) -> Projection:
