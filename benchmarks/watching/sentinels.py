@@ -3,7 +3,7 @@
     python benchmarks/watching/sentinels.py            # 200 pairs of blocks, about a minute
     python benchmarks/watching/sentinels.py --pairs 20
 
-It prints the CPU time of the main thread per step, in the steady state (a look of 12 passes in each round of
+It prints the CPU time of the main thread per step, in the steady state (a look of 6 passes in each round of
 256) and while every pass is looked at. Use an idle machine.
 """
 

@@ -114,7 +114,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     for flag in (*waits, "profile", "profile_after", "profile_steps"):
         value = getattr(args, flag)
         words += [] if value is None else [_spell(flag), str(value)]
-    words += [_spell(flag) for flag in ("keep_alive", "no_watch", "json") if getattr(args, flag)]
+    words += [_spell(flag) for flag in ("keep_alive", "advice", "no_watch", "json") if getattr(args, flag)]
     words += ["-m", "paceline", "train", args.recipe, *(["--out", args.out] if args.out else [])]
     words += [word for setting in args.set for word in ("--set", setting)]
     words += [word for key in args.accept for word in ("--accept", key)]

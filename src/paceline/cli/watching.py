@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:
-    """Add `--hang-after`, `--keep-alive` and `--no-watch`."""
+    """Add `--hang-after`, `--keep-alive`, `--advice` and `--no-watch`."""
     parser.add_argument(
         "--hang-after",
         type=float,
@@ -29,6 +29,9 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
         "(default %(default)g; ten times as long if a rank computes)",
     )
     parser.add_argument("--keep-alive", action="store_true", help="report a hang and leave the ranks running")
+    parser.add_argument(
+        "--advice", action="store_true", help="report what may be improved as well as mistakes"
+    )
     parser.add_argument(
         "--no-watch", action="store_true", help="do not record collectives and do not watch for hangs"
     )
@@ -54,7 +57,9 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         from paceline.watch.launcher.watcher import RankWatcher
 
         report = partial(_print_message, as_json=args.json)
-        watcher = RankWatcher(args.hang_after, keep_alive=args.keep_alive, report=report)
+        watcher = RankWatcher(
+            args.hang_after, keep_alive=args.keep_alive, report=report, has_advice=args.advice
+        )
     if args.bench is None:
         return watcher
     from paceline.bench.rank.timing import ENTRY, SETTINGS

@@ -332,4 +332,45 @@ def one_random_state() -> None:
     torch.set_rng_state(kept)
 
 
-__all__ = ["PLANTED", "Tensor", "functional", "nn", "world"]
+# ---- no mistakes, for those who ask
+
+ADVISED: dict[str, tuple[Design, str, str]] = {}
+
+
+def advised(code: str, words: str) -> Callable[[Design], Design]:
+    def register(design: Design) -> Design:
+        ADVISED[design.__name__] = design, code, words
+        return design
+
+    return register
+
+
+@advised("PL832", "rank 0 writes last.pt again")
+def one_checkpoint() -> None:
+    model = ddp()
+
+    def after(number: int) -> None:
+        if rank() == 0 and number % 10 == 0:
+            torch.save(model.module.state_dict(), "last.pt")
+
+    train(model, sgd(model), after=after)
+
+
+@advised("PL833", "a step has 64 samples (2 ranks with 8, 4 backward passes), and lr is 0.05")
+def samples_per_step() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate([*sharded()[1]] * 4):
+        (loss_of(model, x, y) / 4).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@advised("PL834", "1 normalises over the 8 samples of a rank")
+def small_batch_norm() -> None:
+    model = ddp(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)))
+    train(model, sgd(model))
+
+
+__all__ = ["ADVISED", "PLANTED", "Tensor", "functional", "nn", "world"]

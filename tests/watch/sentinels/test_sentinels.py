@@ -14,9 +14,9 @@ import pytest
 from paceline.watch.protocol.report import Fact, Verdict
 from paceline.watch.protocol.wire import facts_from_json, facts_to_json
 from paceline.watch.reasoning.sentinels.book import FactBook
-from paceline.watch.reasoning.sentinels.rules import RULES
+from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from tests.watch.sentinels.healthy import HEALTHY
-from tests.watch.sentinels.planted import PLANTED
+from tests.watch.sentinels.planted import ADVISED, PLANTED
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000"}
 
@@ -40,7 +40,7 @@ def run_designs(world: Any, names: list[str], folder: str) -> dict[str, Any]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                (HEALTHY.get(name) or PLANTED[name][0])()
+                (HEALTHY.get(name) or {**PLANTED, **ADVISED}[name][0])()
             sentinels.end()
             if sentinels.error is not None:
                 raise sentinels.error
@@ -63,7 +63,7 @@ def judge(runs: list[dict[str, Any]], name: str) -> list[Verdict]:
     """Return the verdicts on a design; the facts come in the order of passes, as beats bring them."""
     if errors := [run[name] for run in runs if isinstance(run[name], str)]:
         return [Verdict("error", errors[0], (), "", "")]
-    book = FactBook(RULES)
+    book = FactBook(RULES, () if name in ADVISED else ADVICE)
     facts = [(rank, fact) for rank, run in enumerate(runs) for fact in facts_from_json(run[name])]
     for rank, fact in sorted(facts, key=lambda pair: pair[1].passes):
         book.note_own(rank, [fact])
@@ -103,6 +103,12 @@ def test_mistakes_are_named_with_their_line(ranks: Any) -> None:
         elif not any(line in frame.text for frame in said[name][0].places[0].frames):
             wrong[name] = [str(said[name][0].places[0].frames)]
     assert wrong == {}
+
+
+def test_advice_is_given_to_those_who_ask(ranks: Any) -> None:
+    said = run_and_judge(ranks, list(ADVISED))
+    for name, (_, code, words) in ADVISED.items():
+        assert any(one.code == code and words in one.headline for one in said[name]), said[name]
 
 
 def test_facts_of_other_events_are_not_compared() -> None:

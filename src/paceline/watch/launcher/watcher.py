@@ -32,7 +32,7 @@ from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import build_message, render_place
 from paceline.watch.reasoning.sentinels.book import FactBook
-from paceline.watch.reasoning.sentinels.rules import RULES
+from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from paceline.watch.reasoning.slow import SlowRanks
 
 # How often the ranks' processes are polled. While collectives arrive, ranks evidently work and are polled
@@ -57,18 +57,25 @@ class RankWatcher:
         hang_after_s: how long all ranks must stand still until they are considered stuck.
         keep_alive: whether a stuck job is left running, for a debugger; `report` then prints the verdict.
         report: prints a verdict that does not end the job.
+        has_advice: whether to report what is no mistake by itself, too.
     """
 
     entry = "paceline.watch.rank.reporter:begin"
 
     def __init__(
-        self, hang_after_s: float, *, keep_alive: bool, report: Callable[[WatchMessage], None]
+        self,
+        hang_after_s: float,
+        *,
+        keep_alive: bool,
+        report: Callable[[WatchMessage], None],
+        has_advice: bool = False,
     ) -> None:
         self.final_message: WatchMessage | None = None
         self.other_places = ""
         self._met_s = time.time()
         self._rank_ends, self._failure = RankEnds(), Failure(None)
         self._hang_after_s = hang_after_s
+        self._unwanted: set[str] = set() if has_advice else ADVICE
         self._keep_alive = keep_alive
         self._report = report
         self._list_ranks: Callable[[], Sequence[WatchedRank]] = tuple
@@ -81,7 +88,7 @@ class RankWatcher:
         self._was_stuck = False
         self._suspicion = Suspicion()
         self._not_finite = FirstNotFinite()
-        self._facts = FactBook(RULES)
+        self._facts = FactBook(RULES, self._unwanted)
         self._slow = SlowRanks(_read_source)
         self._board: NodeBoard | None = None
         self._has_announced = False
@@ -106,7 +113,7 @@ class RankWatcher:
         self._has_explained.clear()
         self._has_lost_node.clear()
         self._not_finite = FirstNotFinite()
-        self._facts = FactBook(RULES)
+        self._facts = FactBook(RULES, self._unwanted)
         self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
         self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""

@@ -139,6 +139,8 @@ class ReplicatedModels:
             "settings": [_read_settings(group) for one in optimizers for group in one.param_groups],
             "has_hook": has_own_exchange(ddp),
             "sizes": list(model.sizes),
+            "forwards": model.forwards,
+            "norm": _find_norm(ddp),
         }
         self._exchange.note_look(
             self._gradients.passes, model.open["weights"], parameters, mark_stack(sys._getframe(1))
@@ -259,3 +261,9 @@ def _read_settings(group: Any) -> dict[str, Any]:
     return {
         name: value for name, value in group.items() if isinstance(value, int | float) and name != "params"
     }
+
+
+def _find_norm(ddp: Any) -> str:
+    """Return the first BatchNorm of a model that normalises over its rank's samples alone; "" for none."""
+    kinds = ((name, type(module).__name__) for name, module in ddp.module.named_modules() if module.training)
+    return next((name for name, kind in kinds if kind.startswith("BatchNorm")), "")

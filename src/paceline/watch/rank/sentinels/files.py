@@ -60,7 +60,8 @@ class Files:
         uses = self._uses.setdefault(path, deque(maxlen=_MANY_USES))
         marks = mark_stack(sys._getframe(3))
         place = zlib.crc32(repr([(code.co_filename, code.co_name, at) for code, at in marks]).encode())
-        uses.append([what, self._gradients.passes, count_collectives(), time.time(), place])
+        is_over = what == "save" and os.path.exists(path)
+        uses.append([what, self._gradients.passes, count_collectives(), time.time(), place, is_over])
         values = {"path": path, "uses": [list(use) for use in uses]}
         # Other nodes may have another file of this name.
         self._outbox.put("file", f"{socket.gethostname()} {path}", (), self._gradients.passes, marks, values)

@@ -28,7 +28,7 @@ from paceline.watch.rank.threads import mark_stack
 # Passes that are looked at: the first ones, and then some of each round.
 _FIRST = 64
 _ROUND = 256
-_OF_ROUND = 12
+_OF_ROUND = 6
 _MOST_INPUTS = 64
 
 

@@ -47,15 +47,16 @@ class FactBook:
 
     Args:
         rules: by kind of fact.
+        unwanted: codes that are not reported.
     """
 
-    def __init__(self, rules: Mapping[str, Iterable[SentinelRule]]) -> None:
+    def __init__(self, rules: Mapping[str, Iterable[SentinelRule]], unwanted: Iterable[str] = ()) -> None:
         self.recent: deque[tuple[int, Fact]] = deque(maxlen=_MANY_RECENT)
         self._ranks: set[int] = set()
         self._rules = {kind: tuple(some) for kind, some in rules.items()}
         self._events: OrderedDict[tuple[str, str], dict[int, Fact]] = OrderedDict()
         self._found: dict[str, Proof] = {}
-        self._reported: set[str] = set()
+        self._reported = set(unwanted)
 
     def note_own(self, rank: int, facts: Iterable[Fact]) -> None:
         """Take the facts of a rank of this node."""

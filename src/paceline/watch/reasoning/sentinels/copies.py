@@ -14,6 +14,7 @@ from paceline.watch.reasoning.sentinels.numbers import are_equal, differ, is_nea
 
 _MANY_SIZES = 8
 _LEAST_PASSES = 8
+_FEW_SAMPLES = 16
 
 
 def check_copies(facts: Facts) -> Proof | None:
@@ -87,15 +88,43 @@ def check_sizes(facts: Facts) -> Proof | None:
     Silent where sizes vary on a rank or the loss is weighted.
     """
     values = [fact.values for fact in facts.values()]
-    sizes = [tuple(one.get("sizes", ())[-_MANY_SIZES:]) for one in values]
-    if len(sizes) < 2 or not all(len(some) == _MANY_SIZES and len(set(some)) == 1 for some in sizes):
+    sizes = _read_sizes(facts)
+    if len(set(sizes)) < 2 or not all(one["is_mean"] and one["is_exchanged"] for one in values):
         return None
-    if len(set(sizes)) == 1 or not all(one["is_mean"] and one["is_exchanged"] for one in values):
-        return None
-    words = ", ".join(f"{some[0]} on rank {rank}" for rank, some in zip(facts, sizes, strict=True))
+    words = ", ".join(f"{size} on rank {rank}" for rank, size in zip(facts, sizes, strict=True))
     fact = next(iter(facts.values()))
     saw = f"a batch has {words}, each loss is a mean, and DDP gives every rank the same weight"
     return Proof("PL828", saw, tuple(facts), fact.frames, "uses this gradient")
+
+
+def _read_sizes(facts: Facts) -> list[int]:
+    """Return each rank's batch size; nothing if one varies."""
+    sizes = [fact.values.get("sizes", ())[-_MANY_SIZES:] for fact in facts.values()]
+    is_constant = all(len(some) == _MANY_SIZES and len(set(some)) == 1 for some in sizes)
+    return [some[0] for some in sizes] if is_constant else []
+
+
+def advise_norm(facts: Facts) -> Proof | None:
+    """Advise on BatchNorm over few samples."""
+    sizes, fact = _read_sizes(facts), next(iter(facts.values()))
+    if not sizes or not fact.values["norm"] or min(sizes) >= _FEW_SAMPLES:
+        return None
+    saw = f"{fact.values['norm']} normalises over the {min(sizes)} samples of a rank"
+    return Proof("PL834", saw, tuple(facts), fact.frames, "normalises alone")
+
+
+def advise_step(facts: Facts) -> Proof | None:
+    """State the samples of a step and its learning rate."""
+    sizes, fact = _read_sizes(facts), next(iter(facts.values()))
+    values = fact.values
+    if not sizes or not values["steps"] or not values["settings"]:
+        return None
+    per_step = max(1, values["forwards"] // 2 // values["steps"])  # since the sample at half as many
+    saw = (
+        f"a step has {sum(sizes) * per_step} samples ({len(sizes)} ranks with {sizes[0]}, "
+        f"{per_step} backward pass{'es' * (per_step > 1)}), and lr is {values['settings'][0].get('lr')}"
+    )
+    return Proof("PL833", saw, tuple(facts), fact.frames, "takes this step")
 
 
 def check_exchange(facts: Facts) -> Proof | None:

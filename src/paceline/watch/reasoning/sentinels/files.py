@@ -44,12 +44,23 @@ def check_reader(facts: Facts) -> Proof | None:
 def _pair(mine: list[Any], theirs: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield the uses of a file by two ranks between the same collectives.
 
-    A use is what was done, after how many backward passes and collectives, when, and from where.
+    A use is what was done, after how many backward passes and collectives, when, from where, and whether it
+    replaced a file.
     """
     for one in mine:
         for other in theirs:
             if one[2] >= 0 and one[1:3] == other[1:3] and abs(one[3] - other[3]) < _NEAR_S:
                 yield one, other
+
+
+def check_overwritten(facts: Facts) -> Proof | None:
+    """Advise against a checkpoint that replaces the one before in place."""
+    for rank, fact in facts.items():
+        saves = [use for use in fact.values["uses"] if use[0] == "save"]
+        if len(saves) > 1 and saves[-1][5]:
+            name = os.path.basename(fact.values["path"])
+            return Proof("PL832", f"rank {rank} writes {name} again", (rank,), fact.frames, "writes it")
+    return None
 
 
 def check_random_state(facts: Facts) -> Proof | None:

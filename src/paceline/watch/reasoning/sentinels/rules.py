@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from paceline.watch.reasoning.sentinels.book import SentinelRule
-from paceline.watch.reasoning.sentinels.copies import check_copies, check_exchange, check_hook, check_sizes
-from paceline.watch.reasoning.sentinels.files import check_random_state, check_reader, check_writers
+from paceline.watch.reasoning.sentinels.copies import (
+    advise_norm,
+    advise_step,
+    check_copies,
+    check_exchange,
+    check_hook,
+    check_sizes,
+)
+from paceline.watch.reasoning.sentinels.files import (
+    check_overwritten,
+    check_random_state,
+    check_reader,
+    check_writers,
+)
 from paceline.watch.reasoning.sentinels.samples import check_batches, check_order, check_samples
 from paceline.watch.reasoning.sentinels.windows import check_cleared, check_divided, check_exchanged
 
 RULES: dict[str, tuple[SentinelRule, ...]] = {
     "batches": (check_batches, check_samples),
-    "copies": (check_copies, check_hook, check_sizes),
+    "copies": (check_copies, check_hook, check_sizes, advise_norm, advise_step),
     "end": (check_exchange,),
-    "file": (check_writers, check_reader),
+    "file": (check_writers, check_reader, check_overwritten),
     "order": (check_order,),
     "random": (check_random_state,),
     "window": (check_cleared, check_divided, check_exchanged),
 }
+
+ADVICE = {"PL832", "PL833", "PL834"}
+"""Codes of what is no mistake by itself, for those who ask for it."""
