@@ -301,6 +301,59 @@ def sharpness_aware() -> None:
         optimizer.zero_grad()
 
 
+@healthy
+def sums_of_its_own() -> None:
+    """Takes each gradient away and gives the optimizer their mean."""
+    model = ddp()
+    optimizer = sgd(model)
+    sampler, loader = sharded()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for i, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            for total, parameter in zip(totals, model.parameters(), strict=True):
+                total += parameter.grad
+            if i % 4 == 3:
+                for total, parameter in zip(totals, model.parameters(), strict=True):
+                    parameter.grad.copy_(total / 4)
+                    total.zero_()
+                optimizer.step()
+
+
+@healthy
+def skips_bad_batches() -> None:
+    """Gradients of some batches are cleared on purpose."""
+    model = ddp()
+    optimizer = sgd(model)
+    sampler, loader = sharded()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for i, (x, y) in enumerate(loader):
+            loss_of(model, x, y).backward()
+            if i % 5 != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@healthy
+def measures_gradients_first() -> None:
+    """Looks at the gradients of a batch, by another line, before it trains on the next."""
+    model = ddp()
+    optimizer = sgd(model)
+    sampler, loader = sharded()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for i, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            if i % 2:
+                loss_of(model, x, y).backward()
+                optimizer.step()
+            else:
+                loss_of(model, x, y).backward()
+
+
 # ---- copies that may differ
 
 

@@ -28,6 +28,15 @@ from tests.watch.sentinels.parts import (
     world,
 )
 
+
+def two_epochs() -> Iterator[Any]:
+    """Yield the batches of two epochs, as loaders give them."""
+    sampler, loader = sharded()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
 PLANTED: dict[str, tuple[Design, str, str]] = {}
 
 
@@ -93,10 +102,36 @@ def not_divided() -> None:
         sampler.set_epoch(epoch)
         for i, (x, y) in enumerate(loader):
             loss_of(model, x, y).backward()
-            if i % 4 == 3:
+            if i % 5 == 4:
                 optimizer.step()
                 optimizer.zero_grad()
         optimizer.zero_grad()
+
+
+@planted("PL835", "(loss_of(model, x, y) / 4).backward()")
+def cleared_in_each_round() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(two_epochs()):
+        optimizer.zero_grad()
+        (loss_of(model, x, y) / 4).backward()
+        if i % 4 == 3:
+            optimizer.step()
+
+
+@planted("PL836", "(loss_of(model, x, y) / 4).backward()")
+def rest_of_an_epoch() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    sampler, loader = sharded()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            (loss_of(model, x, y) / 4).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @planted("PL829", "(loss_of(model, x, y) / 4).backward()")

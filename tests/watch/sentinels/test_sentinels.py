@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
 from paceline.watch.protocol.report import Fact, Verdict
 from paceline.watch.protocol.wire import facts_from_json, facts_to_json
 from paceline.watch.reasoning.sentinels.book import FactBook
@@ -18,6 +21,7 @@ from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from tests.watch.sentinels.healthy import HEALTHY
 from tests.watch.sentinels.planted import ADVISED, PLANTED
 
+STILL = Stillness(0.0, 0.0, has_waiting=False)
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000"}
 
 
@@ -121,3 +125,21 @@ def test_facts_of_other_events_are_not_compared() -> None:
     book.note(1, [one])
     assert [verdict.code for verdict in book.read()] == ["PL020"]
     assert book.read() == []
+
+
+def test_facts_reach_other_nodes_and_one_node_reports() -> None:
+    facts = {rank: Fact("batches", "a", (0, 1), 3, {"batches": [[1, 2], [3, 4], [5, 6]]}) for rank in (0, 1)}
+    books = {rank: FactBook(RULES) for rank in facts}
+    for rank, book in books.items():
+        book.note_own(rank, [facts[rank]])
+    states = {
+        rank: state_from_json(
+            json.loads(json.dumps(state_to_json(NodeState("n", (rank,), STILL, facts=tuple(book.recent)))))
+        )
+        for rank, book in books.items()
+    }
+    for rank, book in books.items():
+        for other, fact in states[1 - rank].facts:
+            book.note(other, [fact])
+    assert [verdict.code for verdict in books[0].read()] == ["PL020"]
+    assert books[1].read() == []

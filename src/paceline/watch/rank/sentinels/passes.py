@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class HeldGradient:
 
     Attributes:
         passes: those since the gradient was cleared or used.
+        dropped: those that were cleared unused, since the step.
+        latest: the gradient after the latest pass, if some were dropped.
         was_clear: whether there was no gradient before the latest pass.
         own: the latest pass's gradient, before any exchange.
         stale: the gradient of the step before, if the latest window has added to it.
@@ -61,6 +63,8 @@ class HeldGradient:
 
     watched: WatchedParameter
     passes: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    latest: Sample | None = None
     was_clear: bool = False
     own: Any = None
     stale: Sample | None = None
@@ -139,6 +143,7 @@ class Passes:
         before = parameter.grad
         held.was_clear = before is None
         if before is None or (held.identify() != held.after_pass and before.is_cpu and not before.any()):
+            held.dropped += held.passes
             held.passes, held.stale, held.after_step, held.was_clear = [], None, None, True
         elif held.after_step is not None:
             # Its values, because `grad.data.zero_()` leaves the version as it was.
@@ -166,6 +171,8 @@ class Passes:
         try:
             for held in touched:
                 held.after_pass = held.identify()
+                if held.dropped:
+                    held.latest = take_sample(self._torch, [held.parameter.grad])
             self._after(self._passes[self._gradients.passes], touched)
         except Exception:  # the script's backward goes on
             self.forget()
@@ -185,9 +192,8 @@ class Passes:
         mine = [held for held in self.list_held(optimizer) if held.passes]
         if not mine:
             return
-        passes = [
-            self._passes[n] for n in sorted({n for held in mine for n in held.passes}) if n in self._passes
-        ]
+        passes = self._list_passes(n for held in mine for n in held.passes)
+        dropped = self._list_passes(set(mine[0].dropped).intersection(*(held.dropped for held in mine)))
         if not passes:
             return
         window = {
@@ -199,11 +205,14 @@ class Passes:
             and not any(has_other_hooks(held.parameter) for held in mine),
             "exchanged": [one.is_exchanged for one in passes],
             "stale": [held.stale for held in mine],
+            "dropped": len(dropped),
+            "all_places": len({one.marks for one in (*dropped, *passes)}),
+            "all_batches": len({one.num_batches for one in (*dropped, *passes)}),
         }
         windows = self._windows.setdefault(optimizer, deque(maxlen=_MANY_WINDOWS))
         windows.append(window)
         num_stale = sum(_is_stale(one["stale"]) for one in windows)
-        if num_stale < _NUM_WINDOWS and len(passes) == 1:
+        if num_stale < _NUM_WINDOWS and len(passes) == 1 and not dropped:
             return
         last = [{**one, "stale": None} for one in list(windows)[-_NUM_WINDOWS:]]
         gradients = [held.parameter.grad for held in mine]
@@ -211,15 +220,20 @@ class Passes:
             "stale": num_stale,
             "of": len(windows),
             "windows": last,
+            "latest": [held.latest for held in mine if held.latest is not None],
+            "used": [take_sample(self._torch, [held.parameter.grad]) for held in mine if held.latest],
             "sums": take_sample(self._torch, [one for one in gradients if one is not None]),
             "weights": take_sample(self._torch, [held.parameter for held in mine]),
         }
         self._outbox.put("window", event, ranks, self._gradients.passes, passes[-1].marks, values)
 
+    def _list_passes(self, numbers: Iterable[int]) -> list[BackwardPass]:
+        return [self._passes[number] for number in sorted(set(numbers)) if number in self._passes]
+
     def after_step(self, optimizer: Any) -> None:
         """Take note that the gradients have been used."""
         for held in self.list_held(optimizer):
-            held.passes, held.stale = [], None
+            held.passes, held.dropped, held.stale, held.latest = [], [], None, None
             held.after_step = held.identify()
             held.written = count_writes(held.parameter)
 

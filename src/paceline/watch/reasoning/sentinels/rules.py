@@ -18,7 +18,12 @@ from paceline.watch.reasoning.sentinels.files import (
     check_writers,
 )
 from paceline.watch.reasoning.sentinels.samples import check_batches, check_order, check_samples
-from paceline.watch.reasoning.sentinels.windows import check_cleared, check_divided, check_exchanged
+from paceline.watch.reasoning.sentinels.windows import (
+    check_cleared,
+    check_divided,
+    check_dropped,
+    check_exchanged,
+)
 
 RULES: dict[str, tuple[SentinelRule, ...]] = {
     "batches": (check_batches, check_samples),
@@ -27,7 +32,7 @@ RULES: dict[str, tuple[SentinelRule, ...]] = {
     "file": (check_writers, check_reader, check_overwritten),
     "order": (check_order,),
     "random": (check_random_state,),
-    "window": (check_cleared, check_divided, check_exchanged),
+    "window": (check_cleared, check_divided, check_dropped, check_exchanged),
 }
 
 ADVICE = {"PL832", "PL833", "PL834"}

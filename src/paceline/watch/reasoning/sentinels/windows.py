@@ -71,6 +71,36 @@ def check_exchanged(facts: Facts) -> Proof | None:
     return Proof("PL829", saw, (rank,), fact.frames, "adds a gradient of its own")
 
 
+def check_dropped(facts: Facts) -> Proof | None:
+    """Report gradients of batches that are cleared before any step has used them.
+
+    In each of three windows, where the step uses the gradient of the last pass by its values. Or once, after
+    two windows that use all of theirs: the rest of an epoch. Silent where another line calls backward, and
+    where passes share a batch (attacks, sharpness-aware steps).
+    """
+    for rank, fact in facts.items():
+        windows = fact.values["windows"]
+        *before, last = windows
+        if len(windows) < _NUM_WINDOWS or not last["dropped"]:
+            continue
+        if not all(
+            one["all_places"] == 1 and one["all_batches"] == one["passes"] + one["dropped"] for one in windows
+        ):
+            continue
+        lost = last["dropped"]
+        if not any(one["dropped"] for one in before):
+            if {one["passes"] for one in windows} == {last["passes"]} and last["passes"] > lost:
+                saw = f"the gradients of {lost} batches were cleared unused; other steps use {last['passes']}"
+                return Proof("PL836", saw, (rank,), fact.frames, "makes them")
+        elif {(one["passes"], one["dropped"]) for one in windows} == {(1, lost)} and all(
+            are_equal(one, other)
+            for one, other in zip(fact.values["latest"], fact.values["used"], strict=False)
+        ):
+            saw = f"of {lost + 1} batches per step, the gradients of {lost} are cleared before it"
+            return Proof("PL835", saw, (rank,), fact.frames, "makes them")
+    return None
+
+
 def _ends_alone(window: dict[str, Any]) -> bool:
     exchanged = window["exchanged"]
     return True in exchanged and exchanged[-1] is False
