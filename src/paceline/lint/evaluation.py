@@ -6,7 +6,8 @@ import ast
 import builtins
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import library
@@ -17,22 +18,11 @@ from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
 
-_OPERATORS = {
-    "Add": operator.add,
-    "Sub": operator.sub,
-    "Mult": operator.mul,
-    "Div": operator.truediv,
-    "FloorDiv": operator.floordiv,
-    "Mod": operator.mod,
-    "BitAnd": operator.and_,
-    "BitOr": operator.or_,
-    "Eq": operator.eq,
-    "NotEq": operator.ne,
-    "Lt": operator.lt,
-    "LtE": operator.le,
-    "Gt": operator.gt,
-    "GtE": operator.ge,
-}
+# The names of `ast`, and those of `operator` where they differ by more than case.
+_ALIKE = ("Add", "Sub", "Mod", "Lt", "Gt", "Eq")
+_UNLIKE = "Mult mul, Div truediv, FloorDiv floordiv, BitAnd and_, BitOr or_, NotEq ne, LtE le, GtE ge"
+_NAMES = [(name, name.lower()) for name in _ALIKE] + [tuple(pair.split()) for pair in _UNLIKE.split(", ")]
+_OPERATORS = {name: getattr(operator, other) for name, other in _NAMES}
 _BUILTINS = set(dir(builtins))
 _LONGEST = 10_000
 
@@ -123,10 +113,8 @@ class Evaluator:
         return library.get_item(self, self.eval(node.value), self.eval(node.slice), node)
 
     def _eval_slice(self, node: ast.Slice) -> Value:
-        parts = [
-            self.eval(part) if part is not None else constant(None)
-            for part in (node.lower, node.upper, node.step)
-        ]
+        bounds = (node.lower, node.upper, node.step)
+        parts = [self.eval(part) if part is not None else constant(None) for part in bounds]
         return Value("slice", taint=mix(parts), ref=tuple(parts))
 
     def _eval_starred(self, node: ast.Starred) -> Value:
@@ -156,10 +144,8 @@ class Evaluator:
                 entries.update(value.fact("entries"))
             else:
                 entries = None
-        deps = deps_of(values)
-        return Value(
-            "dict", taint=mix(values), deps=deps, attrs={"#entries": entries, "#values": tuple(values)}
-        )
+        facts = {"#entries": entries, "#values": tuple(values)}
+        return Value("dict", taint=mix(values), deps=deps_of(values), attrs=facts)
 
     def _eval_lambda(self, node: ast.Lambda) -> Value:
         return Value("func", ref=Function(node, self.frame, self.frame.module), node=node)
@@ -209,9 +195,8 @@ class Evaluator:
         truth = self.truth(condition)
         if truth is not None:
             return self.eval(node.body if truth else node.orelse)
-        found = self.fork_values(
-            node, condition, [partial(self.eval, node.body), partial(self.eval, node.orelse)]
-        )
+        arms = [partial(self.eval, node.body), partial(self.eval, node.orelse)]
+        found = self.fork_values(node, condition, arms)
         return join(found[0], found[1], condition.taint & (Taint.LOCAL | Taint.RANK))
 
     def fork_values(
@@ -276,9 +261,7 @@ class Evaluator:
             return result
         if value.is_known and isinstance(value.const, (int, float)):
             number = -value.const if isinstance(node.op, ast.USub) else ~int(value.const)
-            return Value(
-                const=number if not isinstance(node.op, ast.UAdd) else value.const, taint=value.taint
-            )
+            return constant(value.const if isinstance(node.op, ast.UAdd) else number, value.taint)
         return Value(value.kind if value.kind == "tensor" else "", taint=value.taint, deps=value.deps)
 
     def _eval_binop(self, node: ast.BinOp) -> Value:
@@ -290,34 +273,19 @@ class Evaluator:
             library.refuse_result_of_collective(self, side, node)
         taint, deps = left.taint | right.taint, left.deps | right.deps
         if left.is_known and right.is_known and type(op).__name__ in _OPERATORS:
-            try:
-                if not (
-                    isinstance(left.const, (str, tuple, list))
-                    and isinstance(right.const, int)
-                    and right.const > _LONGEST
-                ):
-                    result = Value(const=_OPERATORS[type(op).__name__](left.const, right.const), taint=taint)
+            is_long = isinstance(left.const, (str, tuple, list)) and isinstance(right.const, int)
+            if not (is_long and right.const > _LONGEST):
+                with suppress(Exception):
+                    result = constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
                     library.keep_facts(result, left, op, right)
                     return result
-            except Exception:
-                pass
-        if (
-            isinstance(op, ast.Add)
-            and left.kind == right.kind == "list"
-            and left.items is not None
-            and right.items is not None
-        ):
-            return sequence((*left.items, *right.items))
-        if (
-            isinstance(op, ast.Mult)
-            and left.kind == "list"
-            and left.items is not None
-            and isinstance(right.const, int)
-        ):
-            return sequence(left.items * min(right.const, _LONGEST))
-        result = Value(
-            "tensor" if "tensor" in (left.kind, right.kind) else "", taint=taint, deps=deps, node=node
-        )
+        items = left.items if left.kind == "list" else None
+        if items is not None and isinstance(op, ast.Add) and right.kind == "list" and right.items is not None:
+            return sequence((*items, *right.items))
+        if items is not None and isinstance(op, ast.Mult) and isinstance(right.const, int):
+            return sequence(items * min(right.const, _LONGEST))
+        kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
+        result = Value(kind, taint=taint, deps=deps, node=node)
         library.keep_facts(result, left, op, right)
         library.divided_by_devices(self, left, op, right, node)
         return result
@@ -337,21 +305,17 @@ class Evaluator:
 
     def _compare(self, left: Value, op: ast.cmpop, right: Value) -> Value:
         taint = left.taint | right.taint
-        if isinstance(op, (ast.Is, ast.IsNot)):
-            same = library.is_same(left, right)
-            if same is not None:
-                return Value(const=same is isinstance(op, ast.Is), taint=taint)
-            return unknown(taint)
-        if isinstance(op, (ast.In, ast.NotIn)):
-            found = library.contains(right, left)
-            if found is not None:
-                return Value(const=found is isinstance(op, ast.In), taint=taint)
-            return unknown(taint)
+        if isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
+            is_in = isinstance(op, (ast.In, ast.NotIn))
+            found = library.contains(right, left) if is_in else library.is_same(left, right)
+            return (
+                unknown(taint)
+                if found is None
+                else constant(found is isinstance(op, (ast.Is, ast.In)), taint)
+            )
         if left.is_known and right.is_known:
-            try:
-                return Value(const=_OPERATORS[type(op).__name__](left.const, right.const), taint=taint)
-            except Exception:
-                pass
+            with suppress(Exception):
+                return constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
         result = unknown(taint)
         window = left.fact("window") or right.fact("window")
         if window and isinstance(op, (ast.Eq, ast.NotEq)):
@@ -382,10 +346,8 @@ class Evaluator:
         else:
             values = [self.eval(node.elt)]
         kind = "dict" if isinstance(node, ast.DictComp) else "list"
-        deps = deps_of((*values, *sources))
-        result = Value(
-            kind, taint=mix([*values, *sources]), deps=deps, node=node, attrs={"#element": values[-1]}
-        )
+        taint, deps = mix([*values, *sources]), deps_of((*values, *sources))
+        result = Value(kind, taint=taint, deps=deps, node=node, attrs={"#element": values[-1]})
         if count is not None and count <= _LONGEST and kind == "list":
             result.attrs["#items"] = tuple(values * count)
         library.inherit(result, sources)
@@ -416,15 +378,9 @@ class Evaluator:
         if element is not None:
             return element
         if value.kind == "union":
-            found = [self.element(one, index) for one in value.ref]
-            result = found[0]
-            for other in found[1:]:
-                result = join(result, other)
-            return result
-        kind = "tensor" if value.kind == "tensor" else ""
-        result = Value(
-            kind, taint=value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN, deps=value.deps
-        )
+            return reduce(join, [self.element(one, index) for one in value.ref])
+        taint = value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN
+        result = Value("tensor" if value.kind == "tensor" else "", taint=taint, deps=value.deps)
         library.inherit(result, [value])
         if value.fact("part"):
             result.attrs["#part"] = True
@@ -471,9 +427,6 @@ def spread(value: Value) -> Sequence[Value]:
 def unknown_bool(seen: list[Value], last: Value, stops: bool) -> Value:
     """Return `a or True` of an unknown `a`."""
     if stops is bool(last.const if last.is_known else True) and last.is_known:
-        return (
-            Value(const=last.const, taint=mix([*seen, last]))
-            if isinstance(last.const, bool)
-            else unknown(mix([*seen, last]))
-        )
+        taint = mix([*seen, last])
+        return constant(last.const, taint) if isinstance(last.const, bool) else unknown(taint)
     return unknown(mix([*seen, last]) if last.const is not UNKNOWN else Taint.UNKNOWN)

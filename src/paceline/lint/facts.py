@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _INHERITED = ("uneven", "split", "even")
 _OBJECTS = words("loader sampler optimizer scheduler scaler model ddp fsdp dataset instance")
+_Result = TypeVar("_Result", bound="Value | None")
 _MOST_JOINED = 8
 _MOST_ITEMS = 64
 
@@ -245,6 +246,16 @@ class KnownCall:
         if 0 <= index < len(self.args):
             return self.args[index]
         return self.kwargs.get(name) if name in self.kwargs or "**" not in self.kwargs else unknown()
+
+    def tell(self, kind: str, result: _Result, **data: Any) -> _Result:
+        """Record an event, and return the result."""
+        self.run.emit(kind, self.node, **data)
+        return result
+
+    def note(self, fact: str, value: Any, result: _Result) -> _Result:
+        """Set a fact of the owner, and return the result."""
+        self.run.set(self.owner.attrs, f"#{fact}", value)
+        return result
 
     @property
     def values(self) -> list[Value]:

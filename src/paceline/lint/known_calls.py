@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from contextlib import suppress
 from typing import Any
 
 from paceline.lint import methods
@@ -31,16 +32,9 @@ def call_init(c: KnownCall) -> Value:
     c.run.initialized, c.run.is_assumed = True, False
     if "device_id" in c.kwargs:
         c.run.device_set = True
-    c.run.emit(
-        "init",
-        c.node,
-        backend=backend,
-        world=c.kwargs.get("world_size"),
-        rank=c.kwargs.get("rank"),
-        timeout=c.kwargs.get("timeout"),
-        method=c.pick(1, "init_method"),
-    )
-    return constant(None)
+    given = {"world": c.kwargs.get("world_size"), "rank": c.kwargs.get("rank")}
+    given |= {"timeout": c.kwargs.get("timeout"), "method": c.pick(1, "init_method")}
+    return c.tell("init", constant(None), backend=backend, **given)
 
 
 @known("dist.get_rank dist.get_world_size dist.get_node_local_rank")
@@ -104,18 +98,9 @@ def call_wrap(c: KnownCall) -> Value:
     for one in model.alternatives():
         if one.kind == "model":
             c.run.set(one.attrs, "#wrapped", value)
-    c.run.emit(
-        "wrap",
-        c.node,
-        wrapper=value,
-        module=model,
-        device_set=c.run.device_set,
-        devices=c.pick(1, "device_ids"),
-        backend=c.run.backend,
-        what=kind,
-        extra="**" in c.kwargs,
-    )
-    ids = c.pick(1, "device_ids") if kind == "ddp" else None
+    state = {"device_set": c.run.device_set, "backend": c.run.backend, "devices": c.pick(1, "device_ids")}
+    c.run.emit("wrap", c.node, wrapper=value, module=model, what=kind, extra="**" in c.kwargs, **state)
+    ids = state["devices"] if kind == "ddp" else None
     for one in (ids.items or ()) if ids is not None else ():
         c.run.emit("device", c.node, device=one, limit=c.run.place.local_world)
     return value
@@ -132,33 +117,16 @@ def call_fully_shard(c: KnownCall) -> Value:
 
 @known("data.DataLoader")
 def call_loader(c: KnownCall) -> Value:
-    dataset = c.pick(0, "dataset") or unknown()
-    sampler = c.pick(3, "sampler") or constant(None)
-    batch_sampler = c.pick(4, "batch_sampler") or constant(None)
-    shuffle = c.pick(2, "shuffle") or constant(None)
-    workers = c.pick(5, "num_workers") or constant(0)
-    value = make(c.run, "loader", c.node, [dataset])
+    defaults = {"dataset": unknown(), "batch_size": constant(1), "num_workers": constant(0)}
+    names = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers")
+    given = {n: c.pick(i, n) or defaults.get(n) or constant(None) for i, n in enumerate(names)}
+    sampler, batch_sampler = given["sampler"], given["batch_sampler"]
+    value = make(c.run, "loader", c.node, [given["dataset"]])
     value.deps = frozenset()
-    value.attrs["sampler"] = (
-        sampler
-        if not (sampler.is_known and batch_sampler.kind)
-        else batch_sampler.attrs.get("sampler", batch_sampler)
-    )
-    value.attrs["dataset"] = dataset
-    value.attrs["batch_size"] = c.pick(1, "batch_size") or constant(1)
-    c.run.emit(
-        "loader",
-        c.node,
-        loader=value,
-        dataset=dataset,
-        sampler=sampler,
-        batch_sampler=batch_sampler,
-        shuffle=shuffle,
-        workers=workers,
-        extra="**" in c.kwargs,
-        args=c.values,
-    )
-    return value
+    if sampler.is_known and batch_sampler.kind:
+        sampler = batch_sampler.attrs.get("sampler", batch_sampler)
+    value.attrs |= {"sampler": sampler, "dataset": given["dataset"], "batch_size": given["batch_size"]}
+    return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 
 @known("data.DistributedSampler data.RandomSampler data.SequentialSampler data.BatchSampler")
@@ -172,15 +140,8 @@ def call_sampler(c: KnownCall) -> Value:
     value = make(c.run, "sampler", c.node, [dataset], distributed=True)
     shuffle = c.pick(3, "shuffle")
     value.attrs["#shuffle"] = True if shuffle is None else bool(shuffle.const) if shuffle.is_known else None
-    c.run.emit(
-        "sampler",
-        c.node,
-        sampler=value,
-        dataset=dataset,
-        replicas=c.pick(1, "num_replicas"),
-        rank=c.pick(2, "rank"),
-    )
-    return value
+    given = {"replicas": c.pick(1, "num_replicas"), "rank": c.pick(2, "rank")}
+    return c.tell("sampler", value, sampler=value, dataset=dataset, **given)
 
 
 @known("datasets.load_dataset datasets.distributed.split_dataset_by_node torchvision.datasets.*")
@@ -209,8 +170,7 @@ def call_dataset(c: KnownCall) -> Value:
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
-    c.run.emit("optimizer", c.node, optimizer=value, params=params)
-    return value
+    return c.tell("optimizer", value, optimizer=value, params=params)
 
 
 @known("sched.*")
@@ -229,12 +189,6 @@ def call_amp(c: KnownCall) -> Value:
     return make(
         c.run, "scaler", c.node, enabled=not (enabled is not None and enabled.is_known and not enabled.const)
     )
-
-
-@known("torch.save")
-def call_save(c: KnownCall) -> Value:
-    c.run.emit("save", c.node, value=c.pick(0, "obj"), target=c.pick(1, "f"))
-    return constant(None)
 
 
 @known("torch.load")
@@ -327,11 +281,6 @@ def call_accelerator(c: KnownCall) -> Value:
     return make(c.run, "accelerator", c.node)
 
 
-def _tensor(c: KnownCall) -> Value:
-    first = c.args[0] if c.args else unknown()
-    return Value("tensor", taint=mix([first]), deps=first.deps, node=c.node)
-
-
 @known("mp.spawn mp.Process")
 def call_spawn(c: KnownCall) -> Value:
     target = c.pick(0, "fn") if c.name != "Process" else c.kwargs.get("target")
@@ -370,26 +319,15 @@ def call_builtin(c: KnownCall) -> Value:
         return Value("zip", ref=tuple(c.args), taint=mix(c.args))
     if c.name == "len":
         length = known_length(first)
-        value = (
-            Value(const=length, taint=first.taint)
-            if length is not None
-            else unknown(first.taint & ~Taint.LOCAL)
-        )
-        value.attrs["#length"] = True
-        return value
+        if length is not None:
+            return constant(length, first.taint, length=True)
+        return Value(taint=first.taint & ~Taint.LOCAL, attrs={"#length": True})
     if c.name in ("int", "str", "float", "bool"):
         if first.is_known and len(c.args) == 1:
-            try:
-                value = Value(
-                    const={"int": int, "str": str, "float": float, "bool": bool}[c.name](first.const),
-                    taint=first.taint,
-                )
-                value.attrs.update(
-                    {name: fact for name, fact in first.attrs.items() if name in ("#world", "#devices")}
-                )
-                return value
-            except (ValueError, TypeError):
-                return unknown(first.taint)
+            with suppress(ValueError, TypeError):
+                kept = {name: fact for name, fact in first.attrs.items() if name in ("#world", "#devices")}
+                return Value(const=getattr(builtins, c.name)(first.const), taint=first.taint, attrs=kept)
+            return unknown(first.taint)
         return first if not first.kind else unknown(first.taint)
     if c.name == "isinstance":
         return call_isinstance(first, c.args[1] if len(c.args) > 1 else unknown())
@@ -405,25 +343,15 @@ def call_builtin(c: KnownCall) -> Value:
         element = element if c.name == "filter" else unknown(element.taint, element.deps)
         return Value("list", taint=mix(c.args), deps=c.args[1].deps, attrs={"#element": element})
     if c.name in ("min", "max", "sum", "abs", "round", "any", "all"):
+        taint = mix(c.args)
         if all(arg.is_known for arg in c.args) and c.name in ("min", "max", "abs") and c.args:
-            try:
-                return Value(
-                    const=getattr(builtins, c.name)(*(arg.const for arg in c.args)), taint=mix(c.args)
-                )
-            except Exception:
-                pass
-        return Value(
-            "tensor" if any(arg.kind == "tensor" for arg in c.args) else "",
-            taint=mix(c.args),
-            deps=deps_of(c.args),
-        )
+            with suppress(Exception):
+                return Value(const=getattr(builtins, c.name)(*(arg.const for arg in c.args)), taint=taint)
+        kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
+        return Value(kind, taint=taint, deps=deps_of(c.args))
     if c.name == "dict":
-        return Value(
-            "dict",
-            taint=mix(c.kwargs.values()),
-            deps=first.deps,
-            attrs={"#entries": dict(c.kwargs) if not c.args else None},
-        )
+        entries = dict(c.kwargs) if not c.args else None
+        return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
     if c.name == "print":
         return constant(None)
     if c.name == "open":
@@ -497,11 +425,9 @@ def call_passes(c: KnownCall) -> Value:
         return Value("iterator", ref=first, taint=first.taint)
     if c.name in ("list", "tuple", "sorted") and first.kind in ("range", ""):
         items = known_items(first)
-        return (
-            sequence(items, "tuple" if c.name == "tuple" else "list")
-            if items is not None
-            else Value("list", taint=first.taint, deps=first.deps)
-        )
+        if items is None:
+            return Value("list", taint=first.taint, deps=first.deps)
+        return sequence(items, "tuple" if c.name == "tuple" else "list")
     if c.name in ("list", "deque", "set") and not c.args:
         return sequence(())
     return first
@@ -534,7 +460,10 @@ def call_path(c: KnownCall) -> Value:
 
 
 _SIMPLE: dict[str, Handler] = {
-    "torch.tensor torch.as_tensor torch.Tensor": _tensor,
+    "torch.tensor torch.as_tensor torch.Tensor": lambda c: Value(
+        "tensor", taint=mix(c.args[:1]), deps=deps_of(c.args[:1]), node=c.node
+    ),
+    "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),
     "torch.no_grad torch.inference_mode": lambda c: Value("no_grad"),
     "torch.autocast contextlib.nullcontext contextlib.suppress": lambda c: Value("context"),
     "contextlib.ExitStack": lambda c: Value("holder", attrs={"sampler": constant(None)}),

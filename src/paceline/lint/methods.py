@@ -21,6 +21,7 @@ from paceline.lint.values import Taint, Value, constant, join, mix, sequence, un
 
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
 _MODULES = "model ddp fsdp dp"
+_OWN_SYNC = "register_comm_hook register_buffer set_requires_gradient_sync set_requires_all_reduce"
 _WORDS_OF = {
     "rank": "RANK SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK",
     "local_rank": "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK",
@@ -205,11 +206,6 @@ def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]
     return unknown(mix([owner, *values]) | taint)
 
 
-@known("forward __call__", of=_MODULES)
-def _forward(c: KnownCall) -> Value:
-    return forward(c.run, c.owner, c.args, c.kwargs, c.node)
-
-
 @known("parameters named_parameters modules named_modules children named_children buffers", of=_MODULES)
 def _parts(c: KnownCall) -> Value:
     deps = c.owner.deps | {c.owner}
@@ -224,12 +220,6 @@ def _state_dict(c: KnownCall) -> Value:
     if c.owner.kind == "fsdp":
         c.run.emit("coll", c.node, op="state_dict", via="state", model=c.owner)
     return Value("state", ref=c.owner, deps=c.owner.deps | {c.owner})
-
-
-@known("load_state_dict", of=_MODULES)
-def _load_state_dict(c: KnownCall) -> Value:
-    c.run.emit("load_state", c.node, model=c.owner, state=c.pick(0, "state_dict"))
-    return unknown()
 
 
 @known("requires_grad_", of=f"{_MODULES} tensor")
@@ -260,12 +250,6 @@ def _clip(c: KnownCall) -> Value:
     return unknown(Taint.NONE)
 
 
-@known("register_comm_hook register_buffer set_requires_gradient_sync set_requires_all_reduce", of=_MODULES)
-def _own_sync(c: KnownCall) -> Value:
-    c.run.set(c.owner.attrs, "#own_sync", True)
-    return constant(None)
-
-
 def _device_of(c: KnownCall) -> Any:
     """Return "cpu", "current" (the device that is set), "own" or "?"; None if it is no device."""
     if c.name == "cpu":
@@ -286,13 +270,6 @@ def device_word(device: Value) -> str:
     if device.is_known and isinstance(device.const, str):
         return device.const if device.const == "cpu" else "current" if device.const == "cuda" else "own"
     return "own" if device.is_known and isinstance(device.const, int) else "?"
-
-
-@known("set_epoch", of="loader sampler")
-@known("unscale_", of="scaler")
-def _told(c: KnownCall) -> Value:
-    c.run.emit("unscale" if c.name == "unscale_" else c.name, c.node, target=c.owner, scaler=c.owner)
-    return constant(None)
 
 
 @known("__iter__", of="loader sampler")
@@ -316,12 +293,6 @@ def _step(c: KnownCall) -> Value:
             c.run.call_function(closure, [], {}, c.node)
         c.run.emit("step", c.node, target=c.owner, what=what, has_closure=closure is not None)
     return unknown()
-
-
-@known("add_param_group", of="optimizer")
-def _add_param_group(c: KnownCall) -> Value:
-    c.run.set(c.owner.attrs, "#regrouped", True)
-    return constant(None)
 
 
 @known("scale", of="scaler")
@@ -371,11 +342,6 @@ def _of_dict(c: KnownCall) -> Value | None:
     return sequence(entries.values()) if c.name == "values" and entries is not None else None
 
 
-@known("*", of="state loaded")
-def _state(c: KnownCall) -> Value:
-    return unknown(c.owner.taint) if c.name in ("items", "keys", "values") else copied(c.owner)
-
-
 def copied(value: Value) -> Value:
     """Return another object of which the same is known."""
     return Value(
@@ -388,18 +354,6 @@ def _detach(c: KnownCall) -> Value:
     if c.owner.deps:
         return Value("tensor", taint=c.owner.taint, node=c.owner.node, attrs={**c.owner.attrs})
     return c.owner
-
-
-@known("item", of="tensor")
-def _item(c: KnownCall) -> Value:
-    value = unknown(c.owner.taint, node=c.owner.node)
-    value.attrs["#number"] = True
-    return value
-
-
-@known("register_post_accumulate_grad_hook register_hook", of="tensor")
-def _hook(c: KnownCall) -> None:
-    c.run.emit("grad", c.node)
 
 
 @known("get pop setdefault", of="environ")
@@ -417,24 +371,12 @@ def _prepare(c: KnownCall) -> Value:
     return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
 
 
-@known("wait_for_everyone gather gather_for_metrics reduce", of="accelerator")
-def _framework_collective(c: KnownCall) -> Value:
-    c.run.emit("coll", c.node, op=f"accelerator.{c.name}", via="framework")
-    return unknown(Taint.NONE)
-
-
 @known("size rank", of="group")
 def _group(c: KnownCall) -> Value:
     members, rank = c.owner.fact("members"), c.run.place.rank
     if members is None or rank not in members:
         return unknown(Taint.RANK if c.name == "rank" else Taint.NONE)
     return constant(len(members)) if c.name == "size" else constant(members.index(rank), Taint.RANK)
-
-
-@known("manual_seed", of="generator")
-def _manual_seed(c: KnownCall) -> Value:
-    c.run.set(c.owner.attrs, "#seeded", mix(c.args))
-    return c.owner
 
 
 @known("enter_context push", of="holder")
@@ -477,6 +419,29 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("iterator progress", "set_description set_postfix update", lambda c: c.owner),
     ("dataset", "train_test_split", lambda c: Value("dict", attrs={"#element": c.owner})),
     ("scaler", "update", lambda c: constant(None)),
+    (_MODULES, "forward __call__", lambda c: forward(c.run, c.owner, c.args, c.kwargs, c.node)),
+    (
+        _MODULES,
+        "load_state_dict",
+        lambda c: c.tell("load_state", unknown(), model=c.owner, state=c.pick(0, "state_dict")),
+    ),
+    (_MODULES, _OWN_SYNC, lambda c: c.note("own_sync", True, constant(None))),
+    ("optimizer", "add_param_group", lambda c: c.note("regrouped", True, constant(None))),
+    ("tensor", "register_post_accumulate_grad_hook register_hook", lambda c: c.tell("grad", None)),
+    ("generator", "manual_seed", lambda c: c.note("seeded", mix(c.args), c.owner)),
+    ("tensor", "item", lambda c: Value(taint=c.owner.taint, node=c.owner.node, attrs={"#number": True})),
+    (
+        "accelerator",
+        "wait_for_everyone gather gather_for_metrics reduce",
+        lambda c: c.tell("coll", unknown(Taint.NONE), op=f"accelerator.{c.name}", via="framework"),
+    ),
+    ("loader sampler", "set_epoch", lambda c: c.tell("set_epoch", constant(None), target=c.owner)),
+    ("scaler", "unscale_", lambda c: c.tell("unscale", constant(None), scaler=c.owner)),
+    (
+        "state loaded",
+        "*",
+        lambda c: unknown(c.owner.taint) if c.name in ("items", "keys", "values") else copied(c.owner),
+    ),
 )
 for _kinds, _names, _handler in _SIMPLE:
     known(_names, _kinds)(_handler)

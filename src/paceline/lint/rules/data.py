@@ -142,7 +142,7 @@ def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
     witness = witnesses[0]
     used = trains(witness)
     for event in witness.events("loader"):
-        loader, workers = event.loader, event.workers
+        loader, workers = event.loader, event.num_workers
         if (
             not loader.loops
             or loader not in used
