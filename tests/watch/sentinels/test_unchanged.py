@@ -18,6 +18,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
 from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.sentinels.passes import Passes
 from paceline.watch.rank.sentinels.sentinels import Sentinels
 
 TRAINED = 80
@@ -151,3 +152,17 @@ def count_collectives(world: Any, is_observed: bool) -> int:
 def test_collectives_are_the_same(ranks: Any) -> None:
     alone = ranks.run(count_collectives, nproc=2, args=(False,))
     assert ranks.run(count_collectives, nproc=2, args=(True,)) == alone
+
+
+@pytest.mark.parametrize("method", ["note_gradient", "before_step", "after_step"])
+def test_an_error_of_ours_ends_the_observation_alone(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(Passes, method, fail)
+    whole = dataloader._BaseDataLoaderIter.__next__
+    with observed() as sentinels:
+        train(4)
+        assert str(sentinels.error) == "ours"
+        assert dataloader._BaseDataLoaderIter.__next__ is whole
+        assert sentinels.collect() == ()

@@ -119,12 +119,12 @@ class ReplicatedModels:
         """
         if not ddp.training or not self._torch.is_grad_enabled():
             return
-        parameters = list_replicated(ddp)
-        model = self._models.get(ddp) or self._meet(ddp, parameters)
+        model = self._models.get(ddp) or self._meet(ddp)
         model.forwards += 1
         self._note_input(ddp, model, inputs)
         if model.forwards & (model.forwards - 1):  # 1, 2, 4, 8 ...
             return
+        parameters = list_replicated(ddp)
         watched = [one for one in self._gradients.list_watched() if self._belongs(one, ddp)]
         others = parameters[:: max(1, len(parameters) // _NUM_OTHERS)][:_NUM_OTHERS]
         chosen = [*(one.find() for one in watched), *others]
@@ -216,7 +216,8 @@ class ReplicatedModels:
         self._exchange.note_look(self._gradients.passes, weights, trained, marks)
         self._outbox.put("copies", model.event, model.ranks, self._gradients.passes, marks, values)
 
-    def _meet(self, ddp: Any, parameters: list[Any]) -> ReplicatedModel:
+    def _meet(self, ddp: Any) -> ReplicatedModel:
+        parameters = list_replicated(ddp)
         name, ranks, _ = read_group(ddp.process_group)
         kind = f"{name}/{len(parameters)}/{sum(one.numel() for one in parameters)}"
         self._met[kind] += 1
@@ -245,9 +246,11 @@ class ReplicatedModels:
         if not tensors:
             return
         model.sizes.append(len(tensors[0]))
-        rows = hash_rows(self._torch, max(tensors, key=lambda one: one[0].numel()))
         # In a later epoch a rank meets the samples of other ranks.
-        if rows is None or len(model.rows) >= _NUM_BATCHES[-1] or self._orders.has_repeated:
+        if len(model.rows) >= _NUM_BATCHES[-1] or self._orders.has_repeated:
+            return
+        rows = hash_rows(self._torch, max(tensors, key=lambda one: one[0].numel()))
+        if rows is None:
             return
         model.rows.append(rows)
         if len(model.rows) in _NUM_BATCHES:

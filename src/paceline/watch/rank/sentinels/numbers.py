@@ -65,7 +65,7 @@ def hash_rows(torch: Any, tensor: Any) -> Sample | None:
     """Return a hash of each sample of a batch, whose samples are its first dimension."""
     if tensor.dim() < 1 or not len(tensor) or tensor[0].numel() < _LEAST_PER_ROW:
         return None
-    flat = tensor.detach().reshape(len(tensor), -1)[:_MOST_ROWS]
+    flat = tensor.detach()[:_MOST_ROWS].flatten(1)
     part = flat[:, :: max(1, flat.shape[1] // _PER_ROW)][:, :_PER_ROW].contiguous()
     return Sample(torch, part, lambda found: [zlib.crc32(row.tobytes()) for row in _to_bytes(torch, found)])
 

@@ -37,14 +37,14 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def guarded(self: Sentinels, *args: Any, **kwargs: Any) -> None:
-        if self._gradients.found is not None:
-            self.remove()  # its hooks are off, so that no pass is counted
-        elif not self._is_over:
-            try:
+        try:
+            if self._gradients.found is not None:
+                self.remove()  # its hooks are off, so that no pass is counted
+            elif not (self._is_over or _is_capturing(self._torch)):
                 method(self, *args, **kwargs)
-            except Exception as error:
-                self.error = error
-                self.remove()
+        except Exception as error:
+            self.error = error
+            self.remove()
 
     return guarded
 
@@ -196,6 +196,11 @@ class Sentinels:
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._torch.compiler.is_compiling():
             self._passes.after_step(optimizer)
+
+
+def _is_capturing(torch: Any) -> bool:
+    """Return whether a CUDA graph records what is called, and would repeat it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-any-return]
 
 
 def _list_leaves(value: Any, depth: int = 3) -> Iterator[Any]:
