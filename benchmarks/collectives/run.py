@@ -36,7 +36,6 @@ class Setting:
         local: ranks per node.
         rate_mbit: of each node's link, both ways.
         round_trip_ms: added.
-        slow: a node whose link has a fifth of the rate.
         words: further arguments of the command.
     """
 
@@ -44,7 +43,6 @@ class Setting:
     local: int
     rate_mbit: float = 0
     round_trip_ms: float = 0
-    slow: int | None = None
     words: tuple[str, ...] = ()
 
 
@@ -55,7 +53,6 @@ SETTINGS = {
     "100 Mbit/s": Setting(4, 1, 100, words=_FEW),
     "100 Mbit/s, 50 ms": Setting(4, 1, 100, 50, words=_FEW),
     "2 x 2, 100 Mbit/s": Setting(2, 2, 100, words=_FEW),
-    "node 2 at 20 Mbit/s": Setting(4, 1, 100, slow=2, words=_FEW),
 }
 
 
@@ -73,7 +70,7 @@ def measure(setting: Setting, *words: str) -> dict[str, Any]:
             interface, address = "wan0", "10.78.0.10"
         else:
             for node in range(setting.nodes):
-                nodes.limit(node, setting.rate_mbit / (5 if node == setting.slow else 1))
+                nodes.limit(node, setting.rate_mbit)
         ranks = []
         for rank in range(setting.nodes * setting.local):
             node, local = divmod(rank, setting.local)
@@ -113,7 +110,7 @@ def write_table() -> str:
     """Return the table of all results."""
     lines = [
         f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median",
-        "time of a call and, in brackets, the error of the prediction from the links.",
+        "time of a call and, in brackets, the error of the prediction from a ring.",
         "",
     ]
     found = {name: json.loads(path.read_text()) for name in SETTINGS if (path := _path(name)).exists()}
@@ -129,8 +126,6 @@ def write_table() -> str:
         lines.append(f"| {name} | {algorithm} | {size or '-'} | " + " | ".join(row) + " |")
     shares = [f"{t['median_error']:.0%}, {t['near_share']:.0%}" for t in found.values()]
     lines.append("| **median error, cells within 25%** | | | " + " | ".join(shares) + " |")
-    slow = [", ".join(_name(link, t) for link in t["slow_links"]) or "none" for t in found.values()]
-    lines.append("| **slow links** | | | " + " | ".join(slow) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,11 +133,6 @@ def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     return f"{cell['time_s']['median'] * 1e3:.3g} ms ({cell['error']:+.0%})"
-
-
-def _name(link: dict[str, Any], table: dict[str, Any]) -> str:
-    where = f"ranks {link['ranks']}" if link["node"] is None else table["hosts"][link["node"]]
-    return f"{where}, {link['times']:.1f} times"
 
 
 def _path(name: str) -> Path:

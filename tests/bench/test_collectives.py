@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.bench.collectives import build_calls, measure_collectives
-from paceline.bench.predictions import ALGORITHMS, predict
+from paceline.bench.collectives import ALGORITHMS, Ring, build_calls, measure_collectives, predict
 from paceline.world import World
 from tests.dist.pool import Pool
 
@@ -27,7 +26,7 @@ def test_measures_all_operations_on_real_ranks() -> None:
         assert cell.time_s.num_values == 3
         assert 1e-6 < cell.time_s.low <= cell.time_s.median < 10
         assert cell.error == pytest.approx(cell.predicted_s / cell.time_s.median - 1)
-        assert cell.predicted_s == predict(cell.operation, cell.num_bytes, (0, 0), found.links.links)
+        assert cell.predicted_s == predict(cell.operation, cell.num_bytes, 2, found.ring)
     cells = {(cell.operation, cell.num_bytes): cell for cell in found.cells}
     reduced, gathered = cells["all_reduce", 65536], cells["all_gather", 65536]
     assert reduced.algorithm_bytes_per_s == pytest.approx(65536 / reduced.time_s.median)
@@ -38,6 +37,24 @@ def test_measures_all_operations_on_real_ranks() -> None:
     assert errors[0] <= found.median_error <= errors[-1]
     assert found.near_share == sum(error <= 0.25 for error in errors) / len(errors)
     json.dumps(asdict(found))
+
+
+def test_predictions_are_those_of_the_textbook() -> None:
+    ring = Ring(call_s=1e-4, step_s=1e-3, bytes_per_s=1e8)
+    took = {name: predict(name, 4e6, 4, ring) - 1e-4 for name in ALGORITHMS}
+    assert took == pytest.approx(
+        {
+            "all_reduce": 6e-3 + 60e-3,  # 2 (N-1) steps, 2 (N-1)/N S
+            "reduce_scatter": 6e-3 + 60e-3,  # gloo's is an all-reduce
+            "all_gather": 3e-3 + 30e-3,
+            "broadcast": 2e-3 + 80e-3,  # a tree: log2 N of both
+            "reduce": 4e-3 + 60e-3,
+            "gather": 1e-3 + 30e-3,
+            "scatter": 1e-3 + 30e-3,
+            "all_to_all": 1e-3 + 30e-3,
+            "barrier": 2e-3,
+        }
+    )
 
 
 def run_calls(world: World) -> dict[str, list[float]]:

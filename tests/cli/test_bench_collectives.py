@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.collectives import Cell, Collectives
-from paceline.bench.link_times import find_slow_links
-from paceline.bench.predictions import ALGORITHMS
+from paceline.bench.collectives import ALGORITHMS, Cell, Collectives, Ring
 from paceline.bench.spread import Spread
 from paceline.cli.bench_collectives import describe_collectives, parse_sizes
 from paceline.errors import PacelineError
-from tests.bench.measured_links import make_links
 from tests.cli.test_bench import run
 
 
@@ -54,13 +51,12 @@ def test_prints_a_row_per_operation(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in out.splitlines() if " KiB " in line]
     assert [row.split()[0] for row in rows] == [name for name in ALGORITHMS if name != "barrier"]
     assert "median error of the prediction" in out
-    assert "no slow link" in out
 
 
 def make_found() -> Collectives:
-    links = make_links((0, 1, 2, 3), slow={(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0})
     cell = Cell("all_reduce", 1024, "ring", Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
-    return Collectives(links.nodes, links.hosts, "gloo", links, find_slow_links(links), [cell], 0.5, 0.0, 2)
+    ring = Ring(1e-4, 1e-3, 1e7)
+    return Collectives((0, 1), ("host0", "host1"), "gloo", ring, [cell], 0.5, 0.0, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -72,16 +68,11 @@ def test_only_rank_0_prints_under_any_launcher(
     )
     for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    assert run("collectives") == 1, "a link is slow"
-    assert ("slow link" in capsys.readouterr().out) is (rank == 0)
+    assert run("collectives") == 0
+    assert ("ring over all ranks" in capsys.readouterr().out) is (rank == 0)
 
 
-def test_a_slow_link_is_the_last_line() -> None:
-    found = make_found()
-    lines = describe_collectives(found).splitlines()
+def test_what_people_read() -> None:
+    lines = describe_collectives(make_found()).splitlines()
     assert lines[-2] == "median error of the prediction: 50%; 0% of 1 cells within 25%"
-    assert lines[-1] == (
-        "slow link: host2 (rank 2) with all other nodes: 5.0 times the usual time of large messages"
-    )
-    assert "  links, measured in 1.5 s:" in lines
-    assert "    between nodes: 1.0 ms one way, 2.0 ms per exchange, 10 MB/s in a ring" in lines
+    assert "  ring over all ranks: 1.0 ms per step, 10 MB/s; 100 us per call" in lines

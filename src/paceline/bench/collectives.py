@@ -1,16 +1,23 @@
-"""Measures collectives on the running ranks beside their prediction from measured links.
+"""Measures collectives on the running ranks beside their prediction from one ring's messages.
 
 All ranks begin a call at a common instant (`bench/common_clock.py`), and it lasts until the last rank's end.
 Calls of all kinds and sizes alternate, in turns of opposite order, so that a machine that slows down affects
 all.
 
+A prediction is `call + steps * step + bytes / rate` (Hockney 1994). The step and the rate are those of a ring
+over all ranks, in which each sends to the next one and receives from the one before; so they are those of its
+slowest link. Steps and bytes of the operations are those of Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH", and of gloo's sources where they differ.
+
 Algorithm bandwidth is size / time, and bus bandwidth that times the operation's factor, as nccl-tests define
-them (doc/PERFORMANCE.md). Sizes are those of `paceline.bench.predictions`, and rank 0 is the root.
+them (doc/PERFORMANCE.md). Sizes are those of `paceline.plan.calls`, and rank 0 is the root.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +25,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.common_clock import CommonClock
-from paceline.bench.link_times import SlowLink, find_slow_links, measure_links
-from paceline.bench.links import Links, MeasuredLinks
-from paceline.bench.predictions import ALGORITHMS, predict
 from paceline.bench.spread import Spread
 from paceline.comm.collectives import all_gather, reduce_scatter
+from paceline.comm.nodes import find_nodes
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.plan.calls import BUS_FACTORS
@@ -34,6 +39,63 @@ _CELL_S = 3.0
 _FEWEST = 5
 _WARM_UP = 2
 NEAR = 0.25
+_SMALL_BYTES, _LARGE_BYTES = 64, 4 << 20
+# The first rounds are not counted: over a long link, TCP sends little until its window has grown.
+_SMALL_ROUNDS, _LARGE_ROUNDS, _GROWING = 50, 5, 3
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The algorithm by which gloo carries out an operation; it has no other choice.
+
+    Attributes:
+        name: the usual one.
+        steps: of N ranks, messages that follow each other.
+        sent: of N ranks, what the busiest one sends, in sizes of the call.
+    """
+
+    name: str
+    steps: Callable[[int], int]
+    sent: Callable[[int], float]
+
+
+def _depth(num_ranks: int) -> int:
+    return math.ceil(math.log2(num_ranks))
+
+
+ALGORITHMS = {
+    "all_reduce": Algorithm("ring", lambda n: 2 * (n - 1), BUS_FACTORS["all_reduce"]),
+    "reduce_scatter": Algorithm("by-all-reduce", lambda n: 2 * (n - 1), BUS_FACTORS["all_reduce"]),
+    "all_gather": Algorithm("ring", lambda n: n - 1, BUS_FACTORS["all_gather"]),
+    "broadcast": Algorithm("tree", _depth, _depth),
+    "reduce": Algorithm("ring", lambda n: n, BUS_FACTORS["all_reduce"]),
+    "gather": Algorithm("direct", lambda n: 1, BUS_FACTORS["gather"]),
+    "scatter": Algorithm("direct", lambda n: 1, BUS_FACTORS["scatter"]),
+    "all_to_all": Algorithm("direct", lambda n: 1, BUS_FACTORS["all_to_all"]),
+    "barrier": Algorithm("dissemination", _depth, lambda n: 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The messages of a ring over all ranks.
+
+    Attributes:
+        call_s: seconds of a call beside its messages.
+        step_s: seconds in which all ranks pass on a small message.
+        bytes_per_s: that each rank sends while it receives as many.
+    """
+
+    call_s: float
+    step_s: float
+    bytes_per_s: float
+
+
+def predict(operation: str, num_bytes: float, num_ranks: int, ring: Ring) -> float:
+    """Return the seconds of a call, from the common start to the last rank's end."""
+    algorithm = ALGORITHMS[operation]
+    sent = algorithm.sent(num_ranks) * num_bytes
+    return ring.call_s + algorithm.steps(num_ranks) * ring.step_s + sent / ring.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -47,7 +109,7 @@ class Cell:
         time_s: from the common start to the last rank's end.
         algorithm_bytes_per_s: size over median time; None for a barrier.
         bus_bytes_per_s: that times the operation's factor; None for a barrier.
-        predicted_s: by the model, from the links alone.
+        predicted_s: from the ring alone.
         error: predicted over median, less 1.
     """
 
@@ -69,8 +131,7 @@ class Collectives:
         nodes: each rank's node.
         hosts: the nodes' host names.
         backend: that carried the calls.
-        links: that the predictions use.
-        slow_links: pairs and nodes that take much longer than their class.
+        ring: that the predictions use.
         cells: by operation and size.
         median_error: of the cells' absolute errors.
         near_share: share of cells with an absolute error of at most 25%.
@@ -80,8 +141,7 @@ class Collectives:
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
     backend: str
-    links: MeasuredLinks
-    slow_links: list[SlowLink]
+    ring: Ring
     cells: list[Cell]
     median_error: float
     near_share: float
@@ -103,8 +163,7 @@ def measure_collectives(
         repeats: calls per cell; fewer where they take long.
 
     Raises:
-        PacelineError: PL622 for one rank, PL954 if a rank does not answer, PL320 to PL326 for ranks that
-            cannot be started.
+        PacelineError: PL320 to PL326 for ranks that cannot be started.
     """
     args = (tuple(sizes), repeats)
     if num_ranks is None:
@@ -116,20 +175,50 @@ def measure_collectives(
 
 def _run(sizes: Sequence[int], repeats: int) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
-        links = measure_links(world)
-        cells = _measure_cells(world, links.links, links.nodes, sizes, repeats)
+        hosts, nodes = find_nodes()
+        clock = CommonClock(world)
+        ring = _measure_ring(world, clock)
+        cells = _measure_cells(world, clock, ring, sizes, repeats)
         errors = [abs(cell.error) for cell in cells]
         return Collectives(
-            nodes=links.nodes,
-            hosts=links.hosts,
+            nodes=nodes,
+            hosts=hosts,
             backend=world.backend,
-            links=links,
-            slow_links=find_slow_links(links),
+            ring=ring,
             cells=cells,
             median_error=statistics.median(errors),
             near_share=sum(error <= NEAR for error in errors) / len(errors),
             num_cores=usable_cores(),
         )
+
+
+def _measure_ring(world: World, clock: CommonClock) -> Ring:
+    """Measure a ring over all ranks, on all of them; the slowest rank counts."""
+    num_ranks = world.world_size
+    after, before = (world.rank + 1) % num_ranks, (world.rank - 1) % num_ranks
+
+    def pass_on(num_bytes: int, rounds: int) -> float:
+        # Ones: new zeros would all be one page of the system's, which stays in the cache.
+        sent, received = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+        taken = []
+        dist.barrier()
+        for _ in range(_GROWING + rounds):
+            began_s = time.perf_counter()
+            for work in (dist.irecv(received, before), dist.isend(sent, after)):
+                assert work is not None
+                work.wait()
+            taken.append(time.perf_counter() - began_s)
+        slowest = torch.tensor(statistics.median(taken[_GROWING:]), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.item())
+
+    large_s = pass_on(_LARGE_BYTES, _LARGE_ROUNDS)
+    step_s = pass_on(_SMALL_BYTES, _SMALL_ROUNDS)
+    rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - step_s, 1e-9)
+    # A call that stands alone wakes threads and cores that sleep; the messages above follow each other.
+    # A busy machine wakes ranks late: the lower quartile.
+    barrier_s = statistics.quantiles([clock.time(dist.barrier) for _ in range(_SMALL_ROUNDS)], n=4)[0]
+    return Ring(max(0.0, barrier_s - _depth(num_ranks) * step_s), step_s, rate)
 
 
 # ---- calls
@@ -154,14 +243,13 @@ def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[st
 
 
 def _measure_cells(
-    world: World, links: Links, nodes: Sequence[int], sizes: Sequence[int], repeats: int
+    world: World, clock: CommonClock, ring: Ring, sizes: Sequence[int], repeats: int
 ) -> list[Cell]:
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         num_bytes, by_name = build_calls(size, world.world_size, world.rank)
         calls |= {(name, num_bytes): call for name, call in by_name.items()}
     calls["barrier", 0] = dist.barrier
-    clock = CommonClock(world)
     times: dict[tuple[str, int], list[float]] = {}
     wanted: dict[tuple[str, int], int] = {}
     for cell, call in calls.items():
@@ -174,22 +262,20 @@ def _measure_cells(
                 times[cell].append(clock.time(calls[cell]))
     order = list(ALGORITHMS)
     cells = sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
-    return [_describe_cell(*cell, times[cell], nodes, links) for cell in cells]
+    return [_describe_cell(*cell, times[cell], world.world_size, ring) for cell in cells]
 
 
-def _describe_cell(
-    name: str, num_bytes: int, times: Sequence[float], nodes: Sequence[int], links: Links
-) -> Cell:
-    taken, predicted_s = Spread.of(times), predict(name, num_bytes, nodes, links)
+def _describe_cell(name: str, num_bytes: int, times: Sequence[float], num_ranks: int, ring: Ring) -> Cell:
+    taken, predicted_s = Spread.of(times), predict(name, num_bytes, num_ranks, ring)
     factor = BUS_FACTORS.get(name)
     rate = None if factor is None else num_bytes / taken.median
     return Cell(
         operation=name,
         num_bytes=num_bytes,
-        algorithm=ALGORITHMS[name][0],
+        algorithm=ALGORITHMS[name].name,
         time_s=taken,
         algorithm_bytes_per_s=rate,
-        bus_bytes_per_s=None if rate is None or factor is None else rate * factor(len(nodes)),
+        bus_bytes_per_s=None if rate is None or factor is None else rate * factor(num_ranks),
         predicted_s=predicted_s,
         error=predicted_s / taken.median - 1,
     )

@@ -1,4 +1,4 @@
-"""`paceline bench collectives`: measures each collective beside its prediction, and names slow links."""
+"""`paceline bench collectives`: measures each collective beside its prediction."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_report import format_rows
 from paceline.errors import PacelineError
-from paceline.phrases import name_ranks
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from paceline.bench.collectives import Cell, Collectives
-    from paceline.bench.link_times import SlowLink
-    from paceline.bench.links import Link
 
 _DESCRIPTION = """
-Measures the links between ranks, then each collective at each size: time, algorithm and bus bandwidth as
-nccl-tests define them, and the time that the model predicts from the links. Runs on the CPU with gloo.
+Measures messages around a ring of all ranks, then each collective at each size: time, algorithm and bus
+bandwidth as nccl-tests define them, and the time that follows from the ring. Runs on the CPU with gloo.
 Started by torchrun or `paceline run -m paceline bench collectives`, it joins their ranks.
 """
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -30,7 +27,7 @@ _MOST_BYTES = 1 << 32
 
 def add_collectives(kinds: Any) -> None:
     """Add the benchmark `collectives` to those of `paceline bench`."""
-    text = "every collective's time, bandwidth and predicted time; slow links"
+    text = "every collective's time, bandwidth and predicted time"
     parser = kinds.add_parser("collectives", help=text, description=_DESCRIPTION)
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine (default 2)")
     parser.add_argument(
@@ -46,7 +43,7 @@ def add_collectives(kinds: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `paceline bench collectives`; return 0, or 1 if a link is slow.
+    """Carry out `paceline bench collectives`; return 0.
 
     Raises:
         PacelineError: for sizes or ranks that do not allow it.
@@ -76,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     found = measure_collectives(None if joins else num_ranks, sizes=sizes, repeats=args.repeats)
     if not joins or read_environment(os.environ).rank == 0:
         print(json.dumps(asdict(found)) if args.json else describe_collectives(found))
-    return 1 if found.slow_links else 0
+    return 0
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -102,36 +99,25 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def describe_collectives(found: Collectives) -> str:
-    """Return the links, a row per operation and size, and how far the predictions are off."""
+    """Return the ring, a row per operation and size, and how far the predictions are off."""
     rows: list[tuple[str, ...]] = [
         ("operation", "size", "time", "algbw", "busbw", "predicted", "error", "algorithm")
     ]
     rows += [_describe_cell(cell) for cell in found.cells]
-    return "\n\n".join([_describe_links(found), format_rows(rows), _summarise(found)])
+    return "\n\n".join([_describe_ring(found), format_rows(rows), _summarise(found)])
 
 
-def _describe_links(found: Collectives) -> str:
-    links = found.links.links
-    ranks, nodes = len(found.nodes), len(found.hosts)
+def _describe_ring(found: Collectives) -> str:
+    ring, ranks, nodes = found.ring, len(found.nodes), len(found.hosts)
     lines = [
         f"collectives on {ranks} ranks of {nodes} node{'s' if nodes > 1 else ''}, {found.backend}; "
         f"median and {found.cells[0].time_s.confidence:.0%} confidence interval",
-        f"  links, measured in {found.links.took_s:.1f} s:",
+        f"  ring over all ranks: {format_seconds(ring.step_s)} per step, {_rate(ring.bytes_per_s)}; "
+        f"{format_seconds(ring.call_s)} per call",
     ]
-    for name, link in (("same node", links.same_node), ("between nodes", links.between_nodes)):
-        if link is not None:
-            lines.append(f"    {name}: {_describe_link(link)}")
-    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call")
     if ranks // nodes > found.num_cores:
         lines.append(f"  more ranks than the {found.num_cores} cores: they wait for each other")
     return "\n".join(lines)
-
-
-def _describe_link(link: Link) -> str:
-    return (
-        f"{format_seconds(link.message.alpha_s)} one way, {format_seconds(link.exchange.alpha_s)} per "
-        f"exchange, {_rate(1 / link.stream.s_per_byte) if link.stream.s_per_byte else '-'} in a ring"
-    )
 
 
 def _describe_cell(cell: Cell) -> tuple[str, ...]:
@@ -153,21 +139,8 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _summarise(found: Collectives) -> str:
-    lines = [
+    return (
         f"median error of the prediction: {found.median_error:.0%}; {found.near_share:.0%} of "
-        f"{len(found.cells)} cells within 25%"
-    ]
-    if not found.slow_links:
-        lines.append("no slow link: no pair takes twice as long as usual in its class")
-    for link in found.slow_links:
-        lines.append(f"slow link: {_name_link(link, found.hosts)}")
-    return "\n".join(lines)
-
-
-def _name_link(link: SlowLink, hosts: tuple[str, ...]) -> str:
-    what = "small messages" if link.by_latency else "large messages"
-    if link.node is not None:
-        where = f"{hosts[link.node]} ({name_ranks(link.ranks)}) with all other nodes"
-    else:
-        where = f"between {name_ranks(link.ranks)}"
-    return f"{where}: {link.times:.1f} times the usual time of {what}"
+        f"{len(found.cells)} cells within 25%\n"
+        "Slow links and nodes: paceline doctor --nnodes N."
+    )
