@@ -126,7 +126,7 @@ def units(check: Check) -> None:
     from paceline.checkpoint.writing.state_copy import CopyMemory
     from paceline.parallel.dropout.masks import SampleDim, draw_mask
     from paceline.parallel.norm import _measure_rows
-    from paceline.train.copies import _digest_on_device
+    from paceline.train.copies import digest_tensor
 
     device = torch.device(check.device)
     mask = (7, "layer.1", list(range(4)), (4, 33, 129), 0.1)
@@ -145,7 +145,7 @@ def units(check: Check) -> None:
     tensor = torch.randn(64, 1024, device=device)
     swapped = tensor.clone()
     swapped[[3, 40]] = tensor[[40, 3]]
-    differs = int(_digest_on_device(tensor)) != int(_digest_on_device(swapped))
+    differs = digest_tensor(tensor) != digest_tensor(swapped)
     say(claim="swapped rows change a digest", holds=differs)
     memory, sent = CopyMemory(), torch.randint(0, 255, (1 << 20,), dtype=torch.uint8, device=device)
     reserve_s = check.seconds(lambda: memory.reserve(1 << 20, device))
@@ -153,7 +153,6 @@ def units(check: Check) -> None:
     check.wait()
     is_right = torch.equal(memory.view(0, sent), sent.cpu())
     say(claim="copies for saves are right", holds=is_right, reserve_ms=round(1e3 * reserve_s, 2))
-    memory.close()
 
 
 def bits(check: Check, *, num_ranks: int, layout: str, mode: str) -> None:

@@ -7,8 +7,7 @@ other code, or if memory or a processor fails.
 
 Each step's agreement carries a digest of the tensors that a rank holds, so no extra message is sent. The
 digest is taken before the forward, of the state that the step starts from. It is the sum of the bits as
-64-bit numbers, modulo 2**64; in large tensors every 4 KiB has a factor of its own. Any change of one number
-changes it.
+64-bit numbers, modulo 2**64, where every 4 KiB has a factor of its own. Any change of one number changes it.
 
 On the CPU, a step reads:
 
@@ -17,18 +16,15 @@ On the CPU, a step reads:
   weight is detected earlier.
 
 On another device, each operation takes the host some microseconds. A step reads up to 4 parameters with their
-state there, and of a large tensor one part of 4 MiB. Each number has a factor of its own.
-A save reads everything: at once (`check_all`), or while training goes on (`hold`).
+state there, and of a large tensor one part of 4 MiB. A save reads everything: at once (`check_all`), or while
+training goes on (`hold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -49,29 +45,10 @@ from paceline.train.same_settings import is_comparing
 _WHOLE, _CUT, _EXPERTS, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 4
-# 64-bit numbers of a tensor on a device that are read at once, and an odd number to make factors of.
-_PART, _MIXING = 1 << 19, 0x1E3779B97F4A7C15
-# 64-bit numbers in a row that has a factor of its own, and the length from which tensors have such rows.
-_ROW, _LONG = 512, 1 << 15
+# 64-bit numbers of a tensor on a device that are read at once, those that share a factor, and those below
+# which tensors on the CPU are read together.
+_PART, _ROW, _SMALL = 1 << 19, 512, 1 << 14
 _MASK = (1 << 64) - 1
-
-Words = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class _View:
-    """The bits of a tensor on the CPU; valid until its storage moves."""
-
-    pointer: int
-    rows: Words | None
-    words: Words
-    tail: bytes | memoryview = b""
-
-    def digest(self) -> int:
-        total = int(np.add.reduce(self.words))
-        if self.rows is not None:
-            total += int(np.dot(np.add.reduce(self.rows, axis=1), _row_factors(len(self.rows))))
-        return total + int.from_bytes(self.tail, "little") if self.tail else total
 
 
 class HeldCopies:
@@ -79,14 +56,12 @@ class HeldCopies:
 
     Args:
         model: its name, for messages.
-        digest: returns a tensor's digest from its name; on a device without waiting for it.
     """
 
-    def __init__(self, model: str, digest: Callable[[str, Tensor], int | Tensor]) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._digest = digest
         self._unread: list[tuple[tuple[int, ...], str, Tensor, int]] = []
-        self._digests: dict[tuple[int, ...], dict[str, int | Tensor]] = {}
+        self._digests: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     def add(self, ranks: Sequence[int], name: str, tensor: Tensor) -> None:
         """Add a tensor that these ranks hold copies of."""
@@ -97,7 +72,7 @@ class HeldCopies:
         """Read the tensors; return `False` if one of them was written to since it was added."""
         unread, self._unread = self._unread, []
         for ranks, name, tensor, version in unread:
-            self._digests.setdefault(ranks, {})[name] = self._digest(name, tensor)
+            self._digests.setdefault(ranks, {})[name] = _digest(_read_words(tensor))
             if read_version(local(tensor)) != version:
                 return False
         return True
@@ -127,7 +102,7 @@ class Copies:
     ) -> None:
         self._name = name
         self._optimizer = optimizer
-        self._views: dict[str, _View] = {}
+        self._words: dict[str, Tensor] = {}
         # Under pp, those of this rank's stages. Weights on several stages are not compared between them.
         self._parameters = [(n, p) for n, p in model.named_parameters() if placement.holds(n)]
         kinds = {"tp": _CUT, "ep": _EXPERTS}
@@ -159,15 +134,19 @@ class Copies:
         if not self._has_copies:
             return [0] * NUM_COPIES
         parts: list[list[int]] = [[] for _ in range(NUM_COPIES)]
+        small: list[list[Tensor]] = [[] for _ in range(NUM_COPIES)]  # each operation takes time
         on_device: list[list[Tensor]] = [[] for _ in range(NUM_COPIES)]
         num_turns = -(-len(self._parameters) // _MAX_ON_DEVICE)
 
         def read(kind: int, name: str, tensor: Tensor) -> None:
-            if tensor.device.type == "cpu":
-                parts[kind].append(self._read(name, tensor))  # type: ignore[arg-type]
+            words = self._view_words(name, tensor)
+            if tensor.device.type == "cpu" and len(words) < _SMALL:
+                small[kind].append(words)
+            elif tensor.device.type == "cpu":
+                parts[kind].append(int(_digest(words)))
             else:
-                words = _split_words(local(tensor.detach()))
-                on_device[kind].append(words[step // num_turns % len(words)])
+                pieces = torch.split(words, _PART)
+                on_device[kind].append(pieces[step // num_turns % len(pieces)])
 
         for number, (name, parameter) in enumerate(self._parameters):
             is_on_device = parameter.device.type != "cpu"
@@ -179,13 +158,15 @@ class Copies:
                     read(_STATE, key, value)
         for name, buffer in self._statistics:
             read(_WHOLE, name, buffer)
+        for part, own in zip(parts, small, strict=True):
+            part.append(int(_digest(torch.cat(own))) if own else 0)
         digests = [hash(tuple(part)) & _MASK for part in parts]
         device = next((tensors[0].device for tensors in on_device if tensors), None)
         if device is None:
             return digests
         return torch.stack(
             [
-                torch.full((), _signed(digest), device=device) + (_digest_words(torch.cat(own)) if own else 0)
+                torch.full((), _signed(digest), device=device) + (_digest(torch.cat(own)) if own else 0)
                 for digest, own in zip(digests, on_device, strict=True)
             ]
         )
@@ -226,7 +207,7 @@ class Copies:
 
         What a forward changes is read at once. The rest is to be read before an optimizer's step.
         """
-        held = HeldCopies(self._name, self._read)
+        held = HeldCopies(self._name)
         if not self._has_copies or not is_comparing():
             return held
         rank = dist.get_rank()
@@ -263,73 +244,39 @@ class Copies:
             return []
         return [(f"{name}/{key}", value) for key, value in state.items() if isinstance(value, Tensor)]
 
-    def _read(self, name: str, tensor: Tensor) -> int | Tensor:
-        tensor = local(tensor)
-        view = self._views.get(name)
-        if view is None or view.pointer != tensor.data_ptr():
-            tensor = tensor.detach()
-            if tensor.device.type != "cpu":
-                return _digest_on_device(tensor)
-            view = _view(tensor)
-            if view is None:  # it has gaps, or is a lazy conjugate or negative: read a copy each time
-                return digest_tensor(tensor)
-            self._views[name] = view
-        return view.digest()
+    def _view_words(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor's bits as `_read_words`; on the CPU the earlier view if it is still there."""
+        part, held = local(tensor), self._words.get(name)
+        if held is None or held.data_ptr() != part.data_ptr():
+            held = _read_words(part)
+            if part.device.type == "cpu" and held.data_ptr() == part.data_ptr():
+                self._words[name] = held
+        return held
 
 
 def digest_tensor(tensor: Tensor) -> int:
     """Return a digest of this rank's part of a tensor, on any device; 0 for one without memory."""
-    part = local(tensor.detach())
-    if part.device.type != "cpu":
-        return 0 if part.is_meta else int(_digest_on_device(part)) & _MASK
-    return _view_contiguous(part.resolve_conj().resolve_neg().contiguous()).digest() & _MASK
+    return 0 if tensor.is_meta else int(_digest(_read_words(tensor))) & _MASK
 
 
-def _view(tensor: Tensor) -> _View | None:
-    """Return a view of a tensor's bits in memory order, or `None` if a view cannot show them."""
-    if not tensor.numel():
-        return _View(tensor.data_ptr(), None, np.zeros(0, np.int64))
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span != tensor.numel() or tensor.is_neg() or tensor.is_conj():
-        return None
-    return _view_contiguous(tensor.as_strided((tensor.numel(),), (1,)))
+def _read_words(tensor: Tensor) -> Tensor:
+    """Return the bits of this rank's part of a tensor as 64-bit numbers; zeros fill up the last one."""
+    part = local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    left = -part.numel() % 8
+    if left or part.storage_offset() % 8:
+        part = functional.pad(part, (0, left)) if left else part.clone()
+    return part.view(torch.int64)
 
 
-def _view_contiguous(tensor: Tensor) -> _View:
-    flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    whole = len(flat) // 8 * 8
-    words = flat[:whole].view(np.int64)
-    num_rows = len(words) // _ROW if len(words) >= _LONG else 0
-    return _View(
-        tensor.data_ptr(),
-        words[: num_rows * _ROW].reshape(num_rows, _ROW) if num_rows else None,
-        words[num_rows * _ROW :],
-        flat[whole:].data if whole < len(flat) else b"",
-    )
-
-
-@lru_cache(maxsize=64)
-def _row_factors(num_rows: int) -> Words:
-    return 2 * np.arange(num_rows, dtype=np.int64) + 1
-
-
-def _digest_on_device(tensor: Tensor) -> Tensor:
-    """Return a digest of all numbers of a tensor, without waiting for the device."""
-    parts = _split_words(tensor)
-    return torch.stack([_digest_words(part, _PART * place) for place, part in enumerate(parts)]).sum()
-
-
-def _split_words(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a tensor's bits as 64-bit numbers, in parts; zeros fill up the last number."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    left = -flat.numel() % 8
-    words = (functional.pad(flat, (0, left)) if left else flat).view(torch.int64)
-    return torch.split(words, _PART)
-
-
-def _digest_words(words: Tensor, start: int = 0) -> Tensor:
-    factors = torch.arange(start, start + len(words), device=words.device) * _MIXING
-    return (words * (factors.bitwise_xor_(factors >> 31) | 1)).sum()
+def _digest(words: Tensor) -> Tensor:
+    """Return a digest of numbers, without waiting for the device."""
+    num_rows = len(words) // _ROW
+    if not num_rows:
+        return words.sum()
+    rows = words[: num_rows * _ROW].view(num_rows, _ROW).sum(1)
+    return (rows * (2 * torch.arange(num_rows, device=words.device) + 1)).sum() + words[
+        num_rows * _ROW :
+    ].sum()
 
 
 def _signed(number: int) -> int:
