@@ -26,13 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.bench.link_times import find_slow_links, measure_links
 from paceline.comm.collectives import all_gather, reduce_scatter
 from paceline.comm.nodes import find_nodes
 from paceline.launching.local import check_launch, launch
 from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
-from paceline.phrases import name_ranks
 from paceline.plan.calls import BUS_FACTORS
 from paceline.recipe.layout import Layout
 from paceline.train.trainer import Trainer
@@ -89,7 +87,7 @@ def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> ProbedClu
         device: as for `start`.
 
     Raises:
-        PacelineError: PL320 to PL326 for ranks that cannot be started, PL954 if one does not answer.
+        PacelineError: PL320 to PL326 for ranks that cannot be started.
     """
     if num_ranks is None:
         return _run(device)
@@ -109,7 +107,7 @@ def _run(device: str) -> ProbedCluster:
         call_s = _median(world, _time(world, _chain(world)), spreads) / (3 * _CHAIN)
         classes = _measure_classes(world, len(hosts), per_node)
         other_s = _measure_step(world)
-        remarks = list(_list_remarks(world, spreads, nodes))
+        remarks = list(_list_remarks(spreads, nodes))
         return ProbedCluster(
             hosts=tuple(hosts),
             ranks_per_node=per_node,
@@ -126,15 +124,12 @@ def _run(device: str) -> ProbedCluster:
         )
 
 
-def _list_remarks(world: World, spreads: list[float], nodes: Sequence[int]) -> Any:
+def _list_remarks(spreads: list[float], nodes: Sequence[int]) -> Any:
     if len({nodes.count(node) for node in nodes}) > 1:
         yield "nodes have different numbers of ranks; the smallest number is planned for"
     spread = statistics.median(spreads)
     if spread > _BUSY:
         yield f"the machine was busy: the same work took up to {spread:.1f} times as long in another quarter"
-    if world.world_size > 1 and world.device.type == "cpu":
-        for link in find_slow_links(measure_links(world)):
-            yield f"slow link: {name_ranks(link.ranks)}, {link.times:.1f} times the usual time"
 
 
 # ---- one rank
