@@ -45,7 +45,7 @@ def test_a_job_that_waits_for_a_lost_node_in_vain_names_it(tmp_path: Path) -> No
     text = lose_the_second(tmp_path, "--max-restarts", "3", "--join-timeout", "5").text
     assert "the nodes have changed" in text
     assert "1 of at least 2 nodes were there after 5 s (--join-timeout). Missing: " in text
-    assert text.rstrip().endswith("[PL375]")
+    assert "[PL375]" in text
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_port_that_another_program_has_is_reported(tmp_path: Path) -> None:
         command = paceline_run("--nnodes", "2", *c10d(endpoint), "--detect-s", "1", script("sums.py"))
         with Launched(tmp_path, command) as job:
             assert job.wait(60) == 2, job.text
-            assert job.text.rstrip().endswith("[PL379]")
+            assert "[PL379]" in job.text
 
 
 @pytest.mark.slow

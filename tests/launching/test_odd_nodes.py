@@ -138,7 +138,7 @@ def test_a_job_that_never_has_enough_nodes_says_so(tmp_path: Path) -> None:
         job.start(0)
         assert job.launched[0].wait(60) == 2, job.text
         assert "1 of at least 2 nodes were there after 5 s (--join-timeout)" in job.text
-        assert job.text.rstrip().endswith("[PL375]")
+        assert "[PL375]" in job.text
         assert job.rows() == []
 
 

@@ -23,6 +23,7 @@ JOBS: list[dict[str, Any]] = [
     {"gpus_per_node": 8, "nproc_per_node": 8, "mem": "200Gi", "cpus_per_node": 96, "interface": "eth0"},
     {"nodes": Nodes(2, 4), "workdir": "/code", "volumes": ("data:/data", "runs:/runs"), "shm": "64Gi"},
     {"target": Target("recipes/gpt.toml", ("--set", "train.steps=9", "it's", "a b"))},
+    {"has_doctor": True, "nproc_per_node": 8, "gpus_per_node": 8},
     {
         "options": (
             "ttl=60",
@@ -50,7 +51,7 @@ def build(kind: str, **options: Any) -> KubernetesJob:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe", "options"])
+@pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe", "doctor", "options"])
 def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -> None:
     job = build(kind, **options)
     read = list(yaml.safe_load_all(render_kubernetes(job)))
@@ -179,7 +180,7 @@ def test_a_stopped_pod_is_made_again_and_not_counted(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_pass_the_restricted_standard(kind: str) -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
-    pod = find_job(build_documents(build(kind)))["template"]["spec"]
+    pod = find_job(build_documents(build(kind, has_doctor=True)))["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["securityContext"]["runAsUser"] > 0
     assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
@@ -188,9 +189,22 @@ def test_pods_pass_the_restricted_standard(kind: str) -> None:
         "emptyDir",
         "persistentVolumeClaim",
     }
-    for container in pod["containers"]:
+    for container in pod["initContainers"] + pod["containers"]:
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_checks_its_node_before_it_starts(kind: str) -> None:
+    plain, checked = (
+        find_job(build_documents(build(kind, nproc_per_node=8, gpus_per_node=8, has_doctor=flag)))
+        for flag in (False, True)
+    )
+    assert "initContainers" not in plain["template"]["spec"]
+    (doctor,) = checked["template"]["spec"]["initContainers"]
+    assert doctor["command"] == ["paceline", "doctor", "--nproc-per-node", "8"]
+    assert doctor["image"] == "registry:5000/paceline:1"
+    assert "/dev/shm" in [mount["mountPath"] for mount in doctor["volumeMounts"]]
 
 
 def test_a_pod_requests_what_it_needs_and_limits_what_was_given() -> None:

@@ -42,6 +42,59 @@ def render(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # ---- text
 
 
+@pytest.mark.parametrize(
+    ("nodes", "failed", "step", "said"),
+    [
+        (
+            "2:3",
+            "node1",
+            '--nodes=2 --exclude=node1 paceline run --nnodes "2:2"',
+            "left out after the check: node1",
+        ),
+        ("2:3", "", 'paceline run --nnodes "2:3"', ""),
+        (
+            "3",
+            "node1",
+            "",
+            "2 nodes passed the check, at least 3 are needed; submit again with --exclude=node1",
+        ),
+    ],
+)
+def test_nodes_that_fail_the_check_are_kept_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], nodes: str, failed: str, step: str, said: str
+) -> None:
+    text = render(capsys, "--nodes", nodes, "--time", "1:00:00", "--doctor", "train.py")
+    begin = text.index("# The nodes check themselves")
+    part = text[begin : text.index("# Before the time limit")]
+    passed = [f"node{i}" for i in range(3) if f"node{i}" != failed]
+    add_program(folder, "scontrol", 'echo "NodeAddr=10.0.0.9"')
+    add_program(
+        folder,
+        "srun",
+        'while [ "$1" != --nodelist ]; do shift; done\n'
+        f"printf '%s\\n' {' '.join(passed)} > \"$2\"; echo -n '{failed}' > \"$2.failed\"",
+    )
+    script = f'say() {{ echo "$*"; }}\njob=7 address=10.0.0.1 port=1 SLURM_JOB_NUM_NODES=3\n{part}'
+    script += 'echo "address $address"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert said in done.stdout, done.stderr
+    assert done.returncode == (0 if step else 1)
+    if step:
+        assert f"address {'10.0.0.9' if failed else '10.0.0.1'}" in done.stdout
+        line = text[text.index("# One launcher per node") :].replace("\\\n ", "")
+        values = {"$left_out": "--nodes=2 --exclude=node1" if failed else "", "$good": str(len(passed))}
+        for name, value in values.items():
+            line = line.replace(name, value)
+        assert step in " ".join(line.split())
+
+
+def test_a_task_of_an_array_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(capsys, "--nodes", "2", "--array", "3", "--time", "1:00:00", "--doctor", "train.py")
+    assert "if ! srun --ntasks=1 paceline doctor --nproc-per-node 1; then" in text
+    Path("x.sh").write_text(text)
+    subprocess.run(["bash", "-n", "x.sh"], check=True)
+
+
 def test_a_script_on_a_fixed_number_of_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--nodes",

@@ -117,6 +117,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds that ranks have to save before the job ends (default {_GRACE_S})",
     )
+    parser.add_argument(
+        "--doctor",
+        action="store_true",
+        help="check the nodes with `paceline doctor` first, and keep out those that fail",
+    )
     parser.add_argument("--file", metavar="FILE", help="write the rendered job there (default: print it)")
     parser.add_argument("--submit", action="store_true", help="write the file and submit it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -148,6 +153,7 @@ def run_slurm(args: argparse.Namespace) -> int:
         output=args.output or ("%x-%A_%a.out" if args.array else "%x-%j.out"),
         array=args.array,
         interface=args.interface,
+        has_doctor=args.doctor,
         grace_s=args.grace_s,
         max_requeues=args.max_requeues,
         setup=tuple(args.setup),
@@ -177,6 +183,7 @@ def run_kubernetes(args: argparse.Namespace) -> int:
         user=args.user,
         options=tuple(args.option),
         interface=args.interface,
+        has_doctor=args.doctor,
         grace_s=args.grace_s,
     )
     text = render_kubernetes(job)

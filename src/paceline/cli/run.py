@@ -25,6 +25,9 @@ from paceline.cli.watching import add_watching_flags, as_table, build_watcher, p
 from paceline.errors import PacelineError
 
 _LEAST_S = 0.5
+# Errors of nodes that did not meet, and words of a rank's end or of a verdict that say that ranks did not.
+_NOT_MET = ("PL344", "PL373", "PL375", "PL379", "PL381")
+_MEETING = ("init_process_group", "connectFullMesh", "rendezvous")
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
 are forked from that, so they start in a fraction of the time; where one fails, the last message names the one
@@ -123,10 +126,13 @@ def run(args: argparse.Namespace) -> int:
         logger.warning("%s", end)
         code = end.exit_code
     except (RankFailed, JobStuck, PumpLost) as end:
-        _print_end(args, as_table(end), str(end))
+        said = f"{end} {end.trace if isinstance(end, RankFailed) else ''}"
+        met = not any(word in said for word in _MEETING)
+        _print_end(args, as_table(end), str(end), "" if met else _look_at_meeting(args))
         code = end.exit_code
     except PacelineError as error:
-        _print_end(args, as_table(error), with_places(error))
+        met = error.code not in _NOT_MET
+        _print_end(args, as_table(error), with_places(error), "" if met else _look_at_meeting(args))
         code = error.exit_code
         forget_recording(args)
     print_recording(args, has_failed=code != 0)
@@ -167,9 +173,23 @@ def _run(args: argparse.Namespace) -> None:
     run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
 
 
-def _print_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:
+def _look_at_meeting(args: argparse.Namespace) -> str:
+    """Return what `paceline doctor` sees in two seconds of the place where the nodes meet."""
+    if str(args.nnodes or 1) in ("1", "1:1"):
+        return ""
+    from paceline.doctor.meeting import describe_meeting
+
+    place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    host, _, port = place.rpartition(":")
+    if args.rdzv_backend in ("folder", "etcd") or not port.isdigit():
+        host, port = ("" if "/" in place or args.rdzv_backend != "c10d" else place), "29400"
+    return describe_meeting(host.strip("[]"), int(port), os.environ)
+
+
+def _print_end(args: argparse.Namespace, table: Mapping[str, Any], text: str, doctor: str = "") -> None:
     """Report the end of a job on standard error, because standard output is the script's."""
     if args.json:
-        print(json.dumps({"error": table}), file=sys.stderr, flush=True)
+        more = {"doctor": doctor} if doctor else {}
+        print(json.dumps({"error": {**table, **more}}), file=sys.stderr, flush=True)
     else:
-        print_error(text)
+        print_error("\n".join(filter(None, (text, doctor and f"doctor: {doctor}"))))

@@ -75,6 +75,7 @@ class KubernetesJob:
         shm: the size of /dev/shm, which loader workers and NCCL use; it counts as memory of the pod.
         volumes: claims to mount, as `CLAIM:/path`.
         interface: the network interface between pods, or `None`.
+        has_doctor: whether each pod checks its node before it starts; one that fails is made again.
         user: number of the user and group that the pods run as; not 0, which `restricted` forbids.
         options: further settings as `KEY=VALUE`, with the keys of `_OPTIONS`.
         grace_s: seconds between SIGTERM and SIGKILL.
@@ -93,6 +94,7 @@ class KubernetesJob:
     shm: str = "8Gi"
     volumes: tuple[str, ...] = ()
     interface: str | None = None
+    has_doctor: bool = False
     user: int = 1000
     options: tuple[str, ...] = ()
     grace_s: int
@@ -272,6 +274,11 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
         "containers": [container],
         "volumes": volumes,
     }
+    if job.has_doctor:
+        checked = ["paceline", "doctor", "--nproc-per-node", str(job.nproc_per_node)]
+        names = ("image", "workingDir", "env", "resources", "securityContext", "volumeMounts")
+        same = {key: container[key] for key in names if key in container}
+        pod["initContainers"] = [{"name": "doctor", "command": checked, **same}]
     return {
         "completionMode": "Indexed",
         "completions": job.nodes.most,

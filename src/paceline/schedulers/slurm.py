@@ -46,6 +46,7 @@ class SlurmJob:
         setup: lines of shell to run before.
         options: more options of sbatch, as `key=value` or `key`.
         array: tasks of a job array, each with one node; 0 for one job with all nodes.
+        has_doctor: whether the nodes are checked first; those that fail do not take part.
     """
 
     target: Target
@@ -65,6 +66,7 @@ class SlurmJob:
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     array: int = 0
+    has_doctor: bool = False
 
 
 def render_slurm(job: SlurmJob) -> str:
@@ -84,6 +86,9 @@ def render_slurm(job: SlurmJob) -> str:
     if job.interface is not None:
         name = quote([job.interface])
         parts.append(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
+    if job.has_doctor:
+        checked = _DOCTOR_ALONE if job.array else _DOCTOR
+        parts.append(checked.format(ranks=job.nproc_per_node, least=job.nodes.least))
     end = _END.format(
         stopped=STOPPED,
         most=job.max_requeues,
@@ -178,6 +183,33 @@ forget_meeting() {  # the last task of the array removes the folder
 }
 """
 
+# A job of a fixed number of nodes cannot go on with fewer, and names those to leave out.
+_DOCTOR = """
+# The nodes check themselves and each other. Those that fail are left out.
+passed=$PWD/.paceline-doctor-$job
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 paceline doctor --nproc-per-node {ranks} \\
+  --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$address:$port" --rdzv-id "$job" --nodelist "$passed"
+touch "$passed" "$passed.failed"
+good=$(wc -l < "$passed") bad=$(sort -u "$passed.failed" | paste -sd ,)
+head=$(head -n 1 "$passed"); rm -f "$passed" "$passed.failed"
+left_out=
+if [ "$good" -lt {least} ]; then
+  say "$good nodes passed the check, at least {least} are needed; submit again with --exclude=$bad"
+  exit 1
+elif [ -n "$bad" ]; then
+  say "left out after the check: $bad"
+  left_out="--nodes=$good --exclude=$bad"
+  address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+fi
+"""
+
+_DOCTOR_ALONE = """
+# The node of this task checks itself; another task of the array takes its place if it fails.
+if ! srun --ntasks=1 paceline doctor --nproc-per-node {ranks}; then
+  say "this node failed the check"; exit 1
+fi
+"""
+
 _SAY = """\
 export SLURM_RESTART_COUNT=${SLURM_RESTART_COUNT:-0}
 say() { echo "$(date '+%F %T') job $job: $*"; }
@@ -199,6 +231,9 @@ def _render_step(job: SlurmJob, leave_s: int) -> str:
     num_restarts = RESTARTS if job.array else job.nodes.restarts
     restarts = f" --max-restarts {num_restarts}" if num_restarts else ""
     no_kill = " --no-kill" if job.nodes.is_range and not job.array else ""
+    if job.has_doctor and not job.array:
+        no_kill += " $left_out"
+        nnodes = nnodes.replace("$SLURM_JOB_NUM_NODES", "$good")
     meet = '--rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$job.$SLURM_RESTART_COUNT"'
     if job.array:
         nnodes = str(job.nodes)

@@ -49,7 +49,9 @@ def take_part(
         stage = "the meeting"
         node = _Node(connection.getsockname()[0], machine, facts)
         try:
-            send(connection, {"job": job, "name": socket.gethostname()})
+            # sbatch knows nodes by this name.
+            name = machine.environ.get("SLURMD_NODENAME") or socket.gethostname()
+            send(connection, {"job": job, "name": name})
             while True:
                 command = receive(connection)
                 stage = str(command.get("do"))
