@@ -276,8 +276,8 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
     }
     if job.has_doctor:
         checked = ["paceline", "doctor", "--nproc-per-node", str(job.nproc_per_node)]
-        names = ("image", "workingDir", "env", "resources", "securityContext", "volumeMounts")
-        same = {key: container[key] for key in names if key in container}
+        alike = ("image", "workingDir", "env", "resources", "securityContext", "volumeMounts")
+        same = {key: container[key] for key in alike if key in container}
         pod["initContainers"] = [{"name": "doctor", "command": checked, **same}]
     return {
         "completionMode": "Indexed",
