@@ -28,6 +28,7 @@ cluster: which node reaches which, each link and node against the others, collec
 same everywhere. The first node prints the report. Nothing is changed. Exit code 1 if something should be.
 """
 _PORT = 29500
+_MOST_BYTES = 256 << 20
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,6 +59,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write the nodes that passed, for sbatch --nodelist, and into FILE.failed the others, for "
         "--exclude",
     )
+    parser.add_argument(
+        "--nccl-log",
+        type=Path,
+        metavar="FILE",
+        help="explain a log that was written with NCCL_DEBUG=INFO, in place of a check",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     parser.set_defaults(run=run)
 
@@ -66,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     from paceline.doctor.machine import Machine
 
+    if args.nccl_log is not None:
+        return _explain_log(args.nccl_log, as_json=args.json)
     _check_numbers(args)
     host, port = _find_meeting(args)
     machine = Machine(
@@ -78,6 +87,31 @@ def run(args: argparse.Namespace) -> int:
         if listener := _listen(host, port):
             return _lead(listener, host, port, machine, facts, args)
     return _follow(host, port, machine, facts, args)
+
+
+def _explain_log(path: Path, *, as_json: bool) -> int:
+    from paceline.doctor.nccl_log import describe_nccl_log, judge_nccl_log, read_nccl_log
+    from paceline.reading import read_file
+
+    try:
+        log = read_nccl_log(read_file(path, _MOST_BYTES).decode(errors="replace"))
+    except OSError as error:
+        raise _refuse(f"--nccl-log {path}: {error.strerror}.", "It is a file.", "Check the path.") from None
+    if not log.hosts and not log.version:
+        raise PacelineError(
+            "PL998",
+            saw=f"no line of NCCL in {path}.",
+            rule="NCCL says what it does if NCCL_DEBUG=INFO is set when it starts.",
+            fix="Set NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,ENV,TUNING, and keep the output.",
+        )
+    findings = list(judge_nccl_log(log))
+    if as_json:
+        table = {**vars(log), "hosts": sorted(log.hosts), "findings": [asdict(each) for each in findings]}
+        print(json.dumps(table))
+    else:
+        print(describe_nccl_log(log))
+        _print_findings(findings)
+    return int(bool(findings))
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
