@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Paceline runs on Linux, and this is {sys.platform}: its launcher and its watch read /proc. "
+        "On Windows use WSL 2, and on macOS a container (docs/install.md)."
+    )
 
 from paceline.launching import watcher as _watching
 

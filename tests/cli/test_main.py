@@ -336,3 +336,26 @@ def test_a_linux_without_proc_is_refused_by_name(
     assert main(["train", "recipe.toml"]) == 2
     assert "[PL385]" in capsys.readouterr().err
     assert main(["explain", "PL385"]) == 0
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    pytest.importorskip("shtab")
+    script = subprocess.run(
+        [sys.executable, "-m", "paceline", "completion", "bash"], capture_output=True, text=True, timeout=60
+    )
+    assert script.returncode == 0
+    asks = 'COMP_WORDS=(paceline tr); COMP_CWORD=1; _shtab_paceline; echo "${COMPREPLY[@]}"'
+    words = subprocess.run(
+        ["bash", "-c", f"{script.stdout}\n{asks}"], capture_output=True, text=True, timeout=60
+    )
+    assert words.stdout.split() == ["train"]
+
+
+def test_another_system_is_named_at_the_import() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.platform = 'darwin'; import paceline"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.splitlines()[-1].startswith("ImportError: Paceline runs on Linux, and this is darwin")

@@ -24,6 +24,7 @@ EXAMPLES = {
     "probe": "probe --nproc 4",
     "plan schedule": "plan schedule 1f1b --ranks 4",
     "plan traffic": "plan traffic recipes/gpt-stdlib.toml --set layout.tp=2",
+    "completion": "completion bash",
     "profile": "profile --nproc-per-node 2 train.py",
     "profile read": "profile read profile-1",
     "profile compare": "profile compare profile-1 profile-2",

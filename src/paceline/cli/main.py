@@ -39,6 +39,7 @@ _COMMANDS = (
     "launch",
     "doctor",
     "recipes",
+    "completion",
     "explain",
 )
 _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."
