@@ -18,6 +18,7 @@ EXAMPLES = {
     "bench scaling": "bench scaling recipes/gpt-stdlib.toml --nproc 2",
     "bench overhead": "bench overhead recipes/gpt-stdlib.toml --nproc 2",
     "bench buckets": "bench buckets recipes/gpt-stdlib.toml --nproc 2",
+    "bench dp": "bench dp train.py --nproc 2",
     "bench collectives": "bench collectives --nproc 4",
     "plan": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
     "plan layouts": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
