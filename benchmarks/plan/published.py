@@ -139,7 +139,8 @@ def _make_costs(
     inner, vocab = _number(row, "ffn", 4 * hidden), _number(row, "vocab", 50304)
     kv = _number(row, "kv_heads", heads)
     sizes = Transformer(
-        layers, hidden, heads, kv, inner, vocab, _number(row, "seq_len"), gated, fused, residual=2, number=2,
+        layers, hidden, heads, kv, inner, vocab, _number(row, "seq_len"), gated, fused,
+        rms=gated, residual=2, number=2,
     )  # fmt: skip
     matrices = 3 if gated else 2
     block = [

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from paceline.bench.traced import load_function, trace_costs
 from paceline.errors import PacelineError
+from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
+from paceline.models.resnet import Resnet
 from paceline.plan.cluster import read_cluster
 from paceline.plan.costs import ModelCosts
 from paceline.plan.demand import Demands
@@ -19,7 +21,7 @@ from paceline.plan.fit import load_constants
 from paceline.plan.recipe_costs import of_recipe
 from paceline.plan.search import search
 from paceline.recipe import Layout, Recipe, parse_recipe
-from paceline.recipe.schema import GptModel
+from paceline.recipe.schema import EncoderModel, GptModel, ResnetModel
 
 SAMPLES, TOKENS, VOCAB = 3, 40, 256
 SIZES = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn_hidden": 80}
@@ -92,6 +94,32 @@ def test_a_trace_finds_the_costs_of_the_arithmetic() -> None:
         assert halves[0] == pytest.approx(halves[1], rel=0.02)
         assert mine.key_bytes == pytest.approx(other.key_bytes)
         assert 0.3 < (mine.moved + mine.moved_whole) / (other.moved + other.moved_whole) < 3
+
+
+def test_other_recipes_keep_what_a_trace_keeps() -> None:
+    text = {"kind": "masked_text", "seq_len": TOKENS}
+    train = {"steps": 1, "global_batch_size": 4, "microbatch_size": 2}
+    encoder = {"kind": "encoder", "layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 112, "dropout": 0.0}
+    resnet = {"kind": "resnet", "blocks": [2, 2], "width": 6}
+    cases: list[tuple[Any, Any, nn.Module, Tensor]] = [
+        (
+            encoder,
+            text,
+            Encoder(EncoderModel(**encoder), 257, TOKENS),
+            torch.zeros(2, TOKENS, dtype=torch.long),
+        ),
+        (resnet, {"kind": "digits"}, Resnet(ResnetModel(**resnet), 1, 10), torch.zeros(2, 1, 8, 8)),
+    ]
+    for section, data, model, example in cases:
+        recipe = parse_recipe({"model": section, "data": data, "train": train})
+        counted, (traced, _) = of_recipe(recipe), trace_costs(model, example, 2, 4)
+        assert counted.num_parameters == traced.num_parameters
+        for mine, other in zip(traced.blocks, counted.blocks, strict=True):
+            flops = [sum(p.flops / p.share for p in part.products) for part in (mine, other)]
+            assert flops[0] == pytest.approx(flops[1], rel=0.02)
+            kept = [part.kept.divide(1, sequence=False) for part in (mine, other)]
+            # A block that halves the image also keeps its narrower input.
+            assert kept[0] == pytest.approx(kept[1], rel=0.03 if section is encoder else 0.25)
 
 
 def test_frozen_parameters_have_no_gradient_no_moments_and_no_product_of_their_own() -> None:

@@ -184,6 +184,8 @@ class Transformer:
         gated: whether the feed-forward has three matrices.
         fused: whether attention never stores its scores (FlashAttention).
         causal: whether a token sees only those before it.
+        rms: whether norms are RMSNorm, else LayerNorm.
+        drops: whether there is dropout.
         residual: bytes of a number in the stream between blocks.
         number: bytes of a number elsewhere.
         experts: of a mixture; 0: there is none.
@@ -202,6 +204,8 @@ class Transformer:
     gated: bool = True
     fused: bool = True
     causal: bool = True
+    rms: bool = True
+    drops: bool = False
     residual: int = 4
     number: int = 4
     experts: int = 0
@@ -270,19 +274,24 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
     visits, divided = (sizes.per_token, False) if mixes else (1, True)
     ups = 2 if sizes.gated else 1
     products += _feed(s * visits, h, sizes.inner, ups, divided=divided)
-    f = sizes.inner * visits
+    f = sizes.inner * visits + (sizes.shared if mixes else 0)
     if mixes and sizes.shared:
         products += _feed(s, h, sizes.shared, ups, divided=True)
     # Scores are written, scaled, masked, normalised and read, unless they never leave the kernel.
     scores = 0.0 if sizes.fused else s * s * sizes.heads * (8 * w + 1)
+    # Kept unless fused: the scores, what is left of them after dropout, and the mask.
     kept_scores = s * sizes.heads * 4 if sizes.fused else s * s * sizes.heads * (2 * w + 1)
     narrow = w < r
     # Gated: gate, up, silu(gate), their product. Else: before and behind the activation.
     inner = f * (4 if sizes.gated else 2)
     attention = (2 * h + 2 * kv) * w
     split = s * (attention + inner * w) + kept_scores
-    # Both norms keep their input and their result; under autocast, products keep narrow copies of these.
-    whole = s * (4 * h * r + 8 + (5 if narrow else 2) * h * w)
+    if sizes.drops:
+        split += s * f * w
+    # Both norms keep their input and their result, and RMSNorm what it scales. Under autocast, products keep
+    # narrow copies of these. A dropout keeps its mask in the numbers' type.
+    narrowed, scaled = (2 if narrow else 0), (3 if narrow else 2) if sizes.rms else 0
+    whole = s * (4 * h * r + (8 if sizes.rms else 16) + (narrowed + scaled + 2 * sizes.drops) * h * w)
     few = s * ((h + 2 * kv) * w + h * w + ups * f * w) + kept_scores
     return ModelPart(
         products=tuple(products),

@@ -94,16 +94,19 @@ def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> 
     model, data = recipe.model, recipe.data
     assert isinstance(data, TextData | MaskedTextData)
     assert not isinstance(model, ResnetModel)
+    drops = model.dropout > 0
+    # torch's attention with dropout is one kernel on GPUs only.
+    fused = not (drops and recipe.train.device == "cpu")
     if not isinstance(model, DecoderFields):
         inner = model.ffn_hidden or 4 * model.hidden
         return Transformer(
             model.layers, model.hidden, model.heads, model.heads, inner, vocab_size, data.seq_len,
-            gated=False, causal=False, residual=residual, number=number,
+            gated=False, causal=False, rms=False, drops=drops, fused=fused, residual=residual, number=number,
         )  # fmt: skip
     inner = model.ffn_hidden or default_ffn_hidden(model.hidden)
     sizes = Transformer(
         model.layers, model.hidden, model.heads, model.kv_heads or model.heads, inner, vocab_size,
-        data.seq_len, residual=residual, number=number,
+        data.seq_len, drops=drops, fused=fused, residual=residual, number=number,
     )  # fmt: skip
     if not isinstance(model, MoeModel):
         return sizes
@@ -130,7 +133,7 @@ def _list_images(
         pixels = side * side
         products = [Product(pixels, 9 * inputs, outputs)]
         products += [Product(pixels, 9 * outputs, outputs)] * (count - 1)
-        kept = pixels * number * (inputs + (3 * count - 1) * outputs)
+        kept = pixels * number * (inputs + (2 * count - 1) * outputs)
         return ModelPart(
             tuple(products),
             moved_whole=pixels * outputs * number * 6 * count,
