@@ -18,9 +18,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +123,7 @@ def _run(device: str) -> ProbedCluster:
         )
 
 
-def _list_remarks(spreads: list[float], nodes: Sequence[int]) -> Any:
+def _list_remarks(spreads: list[float], nodes: Sequence[int]) -> Iterator[str]:
     if len({nodes.count(node) for node in nodes}) > 1:
         yield "nodes have different numbers of ranks; the smallest number is planned for"
     spread = statistics.median(spreads)
