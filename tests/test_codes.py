@@ -112,8 +112,8 @@ def test_importing_reads_no_page() -> None:
     assert done.stdout == "0\n"
 
 
-def test_the_package_ships_the_pages() -> None:
+def test_the_package_ships_pages_and_lists() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["paceline"]
     shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    assert set(PACKAGE.rglob("*.md")) <= shipped
+    assert {*PACKAGE.rglob("*.md"), *PACKAGE.rglob("*.txt")} <= shipped
