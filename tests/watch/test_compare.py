@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.protocol.report import Call, Group, Report, Seen
+from paceline.watch.protocol.wire import from_json, to_json
 from paceline.watch.reasoning.compare import Comparison, Prints, confirm, print_call, strip
 from tests.watch.situations import NOW_S, call
 
@@ -131,7 +132,7 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def travel(state: NodeState) -> NodeState:
-    return state_from_json(json.loads(json.dumps(state_to_json(state))))
+    return from_json(NodeState, to_json(state))
 
 
 def prints_of(rank: int, *told: list[Call]) -> Prints:

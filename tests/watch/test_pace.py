@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 
 import pytest
 
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.protocol.report import Beat, Pace, PlaceTime
+from paceline.watch.protocol.wire import from_json, to_json
 from paceline.watch.reasoning.pace import PaceBook, Slow
 
 Share = Callable[[int, int], float]
@@ -163,12 +163,9 @@ def test_nodes_report_each_other_and_name_their_own() -> None:
             books[rank // 2].note_beat(make_beat(rank, second, share), float(second))
         if second % 3 == 0:  # by the store, seldom, and with clocks of their own
             for here, there in ((0, 1), (1, 0)):
-                state = NodeState("n", (), Stillness(0.0, 0.0, has_waiting=False))
-                text = json.dumps(state_to_json(state)).replace('"paces": []', '"paces": %s')
-                told = state_to_json(
-                    NodeState("n", (), state.stillness, paces=books[there].list_paces(float(second)))
-                )
-                heard = state_from_json(json.loads(text % json.dumps(told["paces"])))
+                stillness = Stillness(0.0, 0.0, has_waiting=False)
+                state = NodeState("n", (), stillness, paces=books[there].list_paces(float(second)))
+                heard = from_json(NodeState, to_json(state))
                 books[here].note_others(heard.paces, second + 0.5, 0.5)
         assert not books[0].find_slow(second - 4.0)
         found = found or books[1].find_slow(second - 4.0)
@@ -181,4 +178,4 @@ def test_what_nodes_report_stays_small() -> None:
         for rank in range(8):
             book.note_beat(make_beat(rank, second, 0.3, groups=("0", "1", "12")), float(second))
     state = NodeState("n", (), Stillness(0.0, 0.0, has_waiting=False), paces=book.list_paces(199.0))
-    assert len(json.dumps(state_to_json(state), separators=(",", ":"))) < 6000
+    assert len(to_json(state)) < 6000

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.launcher.suspicion import Suspicion
 from paceline.watch.protocol.report import Call, Group, Report, Seen, Verdict
+from paceline.watch.protocol.wire import from_json, to_json
 from tests.watch.situations import NOW_S, call
 
 _WORKS = Stillness(0.0, 0.0, has_waiting=False)
@@ -50,7 +50,7 @@ class Node:
     @property
     def state(self) -> NodeState:
         state = NodeState("node", (self.rank,), _WORKS, None, None, *self.suspicion.state)
-        return state_from_json(json.loads(json.dumps(state_to_json(state))))
+        return from_json(NodeState, to_json(state))
 
 
 def run(here: Node, there: Node, seconds: float, *, skew_s: float = 0.0, delay_s: float = 4.0) -> None:

@@ -7,8 +7,24 @@ import dataclasses
 import pytest
 
 from paceline.launching.ending.endings import Ending
-from paceline.watch.protocol.report import Beat, Call, Frame, Group, Pace, PlaceTime, Report, Stack
-from paceline.watch.protocol.wire import Ask, Unpacker, pack
+from paceline.launching.watcher import WatchMessage
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.launcher.nodes import NodeState
+from paceline.watch.protocol.report import (
+    Beat,
+    Call,
+    Fact,
+    Frame,
+    Group,
+    Pace,
+    PlaceTime,
+    Process,
+    Report,
+    Seen,
+    Stack,
+)
+from paceline.watch.protocol.wire import Ask, Unpacker, from_json, pack, to_json
+from paceline.watch.reasoning.pace import BeatInterval, RankPace
 
 FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
 CALL = Call("0", 5, "all_reduce", ((2, 3), ()), ("float32", "int64"), "sum", None, False, 1.5, FRAMES)
@@ -27,6 +43,7 @@ REPORT = Report(
     num_named=3,
     made_at={"1": FRAMES[0]},
 )
+FACT = Fact("weights", "step 3", (0, 1), 7, {"sums": [1.5, None]}, FRAMES)
 LAST = dataclasses.replace(
     REPORT,
     phase="leaving",
@@ -36,7 +53,7 @@ LAST = dataclasses.replace(
 
 
 def test_messages_come_through_however_they_are_cut():
-    messages = [BEAT, PACED, Ask(), REPORT, LAST]
+    messages = [BEAT, PACED, dataclasses.replace(BEAT, facts=(FACT,)), Ask(), REPORT, LAST]
     data = b"".join(map(pack, messages))
     for size in (1, 7, len(data)):
         unpacker = Unpacker()
@@ -50,8 +67,22 @@ def test_frames_are_written_once():
     assert list(Unpacker().feed(pack(many))) == [many]
 
 
+def test_what_nodes_publish_comes_through():
+    process = Process(7, "node1", 12, "sleeping", native=FRAMES)
+    seen = Seen(8, {7: process}, {7: LAST}, 2.5)
+    message = WatchMessage("it hangs", {"code": "PL800", "places": [{"ranks": [0]}]})
+    state = NodeState("node1", (7,), Stillness(1.0, 2.0, has_waiting=True), seen, message, {"0": [[1, 2]]})
+    pace = RankPace(7, ("0", "1"), (BeatInterval(3, 0.5, 1.0, 0.25, 4, ("0",), 9),))
+    state = dataclasses.replace(state, paces=(pace,), suspected=seen, facts=((7, FACT),))
+    assert from_json(NodeState, to_json(state)) == state
+
+
 @pytest.mark.parametrize(
-    "body", [b"[]", b"{}", b"nonsense", b'{"bet":{}}', b'{"beat":{"calls":[]}}', b'{"report":{"frames":3}}']
+    "body",
+    [
+        *(b"[]", b"nonsense", b"Bet [[],[]]", b"Beat", b"Beat [[],[]]", b"Beat {}", b"Ask [[true,1],[]]"),
+        *(b"Report [3,[]]", b"Report " + b"[" * 100_000, pack(REPORT)[4:].replace(b"[0,1]", b"[0,9]")),
+    ],
 )
 def test_other_bytes_are_refused(body):
     with pytest.raises(ValueError):  # noqa: PT011 (of any text)

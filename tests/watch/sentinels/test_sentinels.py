@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.protocol.report import Fact, Verdict
-from paceline.watch.protocol.wire import facts_from_json, facts_to_json
+from paceline.watch.protocol.wire import from_json, to_json
 from paceline.watch.reasoning.sentinels.book import FactBook
 from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from tests.watch.sentinels.healthy import HEALTHY
@@ -55,9 +54,9 @@ def run_designs(world: Any, names: list[str], folder: str) -> dict[str, Any]:
         finally:
             sentinels.remove()
             gradients.remove()
-        facts: list[dict[str, Any]] = []
+        facts: list[str] = []
         while more := sentinels.collect():
-            facts += facts_to_json(more)
+            facts += map(to_json, more)
         found.setdefault(name, facts)
         dist.barrier()
     return found
@@ -68,7 +67,7 @@ def judge(runs: list[dict[str, Any]], name: str) -> list[Verdict]:
     if errors := [run[name] for run in runs if isinstance(run[name], str)]:
         return [Verdict("error", errors[0], (), "", "")]
     book = FactBook(RULES, () if name in ADVISED else ADVICE)
-    facts = [(rank, fact) for rank, run in enumerate(runs) for fact in facts_from_json(run[name])]
+    facts = [(rank, from_json(Fact, fact)) for rank, run in enumerate(runs) for fact in run[name]]
     for rank, fact in sorted(facts, key=lambda pair: pair[1].passes):
         book.note_own(rank, [fact])
     return book.read()
@@ -133,9 +132,7 @@ def test_facts_reach_other_nodes_and_one_node_reports() -> None:
     for rank, book in books.items():
         book.note_own(rank, [facts[rank]])
     states = {
-        rank: state_from_json(
-            json.loads(json.dumps(state_to_json(NodeState("n", (rank,), STILL, facts=tuple(book.recent)))))
-        )
+        rank: from_json(NodeState, to_json(NodeState("n", (rank,), STILL, facts=tuple(book.recent))))
         for rank, book in books.items()
     }
     for rank, book in books.items():

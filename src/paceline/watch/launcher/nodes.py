@@ -7,22 +7,20 @@ itself may be on that node; then nothing can be read at all.
 
 from __future__ import annotations
 
-import base64
-import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 from paceline.launching.watcher import WatchMessage
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.protocol.report import Fact, Frame, Process, Report, Seen
-from paceline.watch.protocol.wire import Unpacker, facts_from_json, facts_to_json, pack
+from paceline.watch.protocol.report import Fact, Process, Seen
+from paceline.watch.protocol.wire import from_json, to_json
 from paceline.watch.reasoning.compare import Prints
-from paceline.watch.reasoning.pace import BeatInterval, RankPace
+from paceline.watch.reasoning.pace import RankPace
 
 EVERY_S = 2.0
 _TIMEOUT = timedelta(seconds=5)
@@ -43,8 +41,7 @@ class NodeState:
         message: its verdict, once it has one.
         prints: of its ranks' latest calls, for comparison.
         asks_at_s: when all nodes ask their ranks for their calls because these seem not to match, in
-            seconds
-          since 1970; 0 if they match.
+            seconds since 1970; 0 if they match.
         suspected: its ranks' answers to that.
         paces: how much its ranks have waited lately; the board fills it in.
         facts: the latest of its ranks that concern ranks of other nodes; the board fills them in.
@@ -127,7 +124,7 @@ class NodeBoard:
                     store = PrefixStore(f"paceline/watch/{self._name}", client)
                 with self._lock:
                     own = replace(self._own, paces=self._paces, facts=self._facts)
-                store.set(str(self._node), json.dumps([number, state_to_json(own)]))
+                store.set(str(self._node), f"{number} {to_json(own)}")  # changes also if nothing else does
                 self._read(store)
 
     def _read(self, store: Any) -> None:
@@ -137,8 +134,8 @@ class NodeBoard:
             text = store.get(str(node)).decode()
             with self._lock:
                 if text != self._latest[node][0]:
-                    _, state = json.loads(text)
-                    self._latest[node] = text, state_from_json(state), time.monotonic()
+                    state = from_json(NodeState, text.partition(" ")[2])
+                    self._latest[node] = text, state, time.monotonic()
 
 
 Others = Mapping[int, tuple[NodeState | None, float]]
@@ -170,81 +167,3 @@ def merge(own: Seen, others: Others) -> tuple[Seen, bool]:
         unknown = set(range(own.world_size)) - processes.keys()
         processes |= {rank: Process(rank, "another node", 0, "unreachable") for rank in unknown}
     return Seen(own.world_size, processes, reports, own.quiet_s), is_complete
-
-
-def state_to_json(state: NodeState) -> dict[str, Any]:
-    """Return a state as JSON-able values."""
-    return {
-        "name": state.name,
-        "ranks": state.ranks,
-        "stillness": asdict(state.stillness),
-        "seen": _seen_to_json(state.seen),
-        "message": None if state.message is None else asdict(state.message),
-        "prints": state.prints,
-        "asks_at_s": state.asks_at_s,
-        "suspected": _seen_to_json(state.suspected),
-        "paces": [
-            [pace.rank, pace.groups, [list(vars(stretch).values()) for stretch in pace.stretches]]
-            for pace in state.paces
-        ],
-        "facts": [[rank, *facts_to_json([fact])] for rank, fact in state.facts],
-    }
-
-
-def _seen_to_json(seen: Seen | None) -> dict[str, Any] | None:
-    if seen is None:
-        return None
-    return {
-        "world_size": seen.world_size,
-        "quiet_s": seen.quiet_s,
-        "processes": [asdict(process) for process in seen.processes.values()],
-        "reports": [base64.b64encode(pack(report)).decode() for report in seen.reports.values()],
-    }
-
-
-def state_from_json(value: dict[str, Any]) -> NodeState:
-    """Return the state that `state_to_json` has converted.
-
-    Raises:
-        ValueError, KeyError, TypeError: the value is something else.
-    """
-    return NodeState(
-        value["name"],
-        tuple(value["ranks"]),
-        Stillness(**value["stillness"]),
-        _seen_from_json(value["seen"]),
-        None if value["message"] is None else WatchMessage(**value["message"]),
-        value["prints"],
-        value["asks_at_s"],
-        _seen_from_json(value["suspected"]),
-        tuple(_pace_from_json(*pace) for pace in value["paces"]),
-        tuple((rank, *facts_from_json([fact])) for rank, fact in value["facts"]),
-    )
-
-
-def _pace_from_json(rank: int, groups: list[str], stretches: list[list[Any]]) -> RankPace:
-    intervals = [BeatInterval(*stretch) for stretch in stretches]
-    return RankPace(
-        rank, tuple(groups), tuple(replace(each, groups=tuple(each.groups)) for each in intervals)
-    )
-
-
-def _seen_from_json(value: dict[str, Any] | None) -> Seen | None:
-    if value is None:
-        return None
-    processes = [
-        Process(**{**each, "native": tuple(Frame(**frame) for frame in each["native"])})
-        for each in value["processes"]
-    ]
-    reports = [
-        message
-        for text in value["reports"]
-        for message in Unpacker().feed(base64.b64decode(text))
-        if isinstance(message, Report)
-    ]
-    return Seen(
-        value["world_size"],
-        {process.rank: process for process in processes},
-        {report.rank: report for report in reports},
-        value["quiet_s"],
-    )
