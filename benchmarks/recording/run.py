@@ -32,7 +32,7 @@ BLOCK = WARM_UP + NUM_STEPS
 LIMIT = 1.02
 
 
-def measure(depth: str, num_pairs: int) -> dict[str, Any]:
+def measure(num_pairs: int) -> dict[str, Any]:
     """Run one job whose every other block is recorded, and return the times of all blocks.
 
     A recording starts with the last step of a block, lets one step pass, and ends with the next block's first
@@ -45,7 +45,7 @@ def measure(depth: str, num_pairs: int) -> dict[str, Any]:
         num_blocks = 2 * num_pairs + 2
         command = [str(Path(sys.executable).with_name("paceline")), "profile", "--out", str(gate / "traces")]
         command += ["--nproc-per-node", str(NUM_RANKS), "--from", str(BLOCK + 2), "--steps", str(BLOCK - 1)]
-        command += ["--every", str(2 * BLOCK), *(["--full"] if depth == "full" else []), "--json", str(TRAIN)]
+        command += ["--every", str(2 * BLOCK), "--json", str(TRAIN)]
         command += ["--blocks", str(num_blocks), "--steps", str(NUM_STEPS), "--warm-up", str(WARM_UP)]
         output = gate / "output"
         with output.open("w") as file:
@@ -114,7 +114,7 @@ def main() -> int:
         "--pairs",
         type=int,
         default=NUM_PAIRS,
-        help="of blocks of the light recording (default 300); a tenth for full",
+        help="of blocks (default 300)",
     )
     parser.add_argument("--tables", action="store_true", help="print the table of what was measured before")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.json and results.txt")
@@ -126,10 +126,7 @@ def main() -> int:
             "machine": f"{describe_machine()}, gloo, 1 thread per rank",
             "started": time.strftime("%Y-%m-%d %H:%M"),
             "load_before": os.getloadavg()[0],
-            "depths": {
-                "light": measure("light", args.pairs),
-                "full": measure("full", max(1, args.pairs // 10)),
-            },
+            "depths": {"light": measure(args.pairs)},
         }
         path.write_text(json.dumps({**result, "load_after": os.getloadavg()[0]}) + "\n")
     result = json.loads(path.read_text())

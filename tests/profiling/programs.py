@@ -117,7 +117,6 @@ def run(
                 TracedCollective(issue.operation, "0", "", place, at, end, issue.num_bytes, issue.at)
                 for place, ((at, issue), end) in enumerate(zip(rank.issues, ends, strict=True))
             ),
-            is_light=True,
             blocked=unite(as_spans(rank.blocked)),
             searches=unite(as_spans(rank.searches)),
             reducers=tuple(reducers),

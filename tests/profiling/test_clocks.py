@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.memory.steps import StepMemory
 from paceline.profiling.matching import match_collectives
 from paceline.profiling.rank import clocks, loop, recorder, recording, sampler
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
@@ -35,7 +36,7 @@ def train_apart(world: Any, folder: str, ahead_ns: int) -> int:
         real = time.time_ns()
         return real + ahead_ns + round(DRIFT * (real - origin)) if world.rank else real
 
-    read = recording.read_collectives
+    read = recording.read_entries
     moved = SimpleNamespace(**{**vars(time), "time_ns": now})
     shift = ahead_ns if world.rank else 0
     modules = (loop, recorder, recording, sampler)
@@ -46,14 +47,14 @@ def train_apart(world: Any, folder: str, ahead_ns: int) -> int:
     patches.append(
         patch.object(
             recording,
-            "read_collectives",
-            lambda since: [replace(call, issued_ns=call.issued_ns + shift) for call in read(since - shift)],
+            "read_entries",
+            lambda **which: [replace(call, created_ns=call.created_ns + shift) for call in read(**which)],
         )
     )
     for each in patches:
         each.start()
     try:
-        own = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4))
+        own = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4), StepMemory())
         own.install(torch)
         model = DistributedDataParallel(nn.Linear(16, 16))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

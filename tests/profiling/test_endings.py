@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.memory.steps import StepMemory
 from paceline.profiling.intervals import clip
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
@@ -115,8 +116,7 @@ def test_the_reason_without_a_recording_is_the_only_one(then: str, codes: set[st
     assert set(re.findall(r"PL9\d\d|PL8\d\d", error)) == codes, error
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["light", "full"])
-def test_a_compiled_model_is_recorded_without_compiling_again(is_full: bool, tmp_path: Path) -> None:
+def test_a_compiled_model_is_recorded_without_compiling_again(tmp_path: Path) -> None:
     compiled = 0
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
@@ -126,7 +126,7 @@ def test_a_compiled_model_is_recorded_without_compiling_again(is_full: bool, tmp
 
     model = torch.compile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), backend=count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=2, steps=3, is_full=is_full))
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=2, steps=3), StepMemory())
     recorder.install(torch)
     for step in range(9):
         model(torch.ones(2, 4)).sum().backward()

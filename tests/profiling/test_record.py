@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cli.main import main
 from paceline.errors import PacelineError
+from paceline.memory.steps import StepMemory
 from paceline.profiling.advice.all import find_advice
 from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.intervals import clip
@@ -79,10 +80,10 @@ def collect_much() -> None:
         gc.collect()
 
 
-def train(world: Any, folder: str, late: int, cause: str, is_full: bool) -> None:
+def train(world: Any, folder: str, late: int, cause: str) -> None:
     """Train a small model for some steps, with a cause of waiting on one rank; runs on every rank."""
     is_late = world.rank == late
-    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=3, is_full=is_full))
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=3), StepMemory())
     recorder.install(torch)
     pause_s = PAUSE_S if is_late else 0.0
     loader = DataLoader(Numbers(pause_s / 4 if cause == DATA else 0.0), batch_size=4)
@@ -102,8 +103,8 @@ def train(world: Any, folder: str, late: int, cause: str, is_full: bool) -> None
     recorder.finish()
 
 
-def record(ranks: Any, folder: Path, late: int, cause: str, *, is_full: bool) -> Profile:
-    ranks.run(train, nproc=2, args=(str(folder), late, cause, is_full))
+def record(ranks: Any, folder: Path, late: int, cause: str) -> Profile:
+    ranks.run(train, nproc=2, args=(str(folder), late, cause))
     return analyse(read_traces([folder]))
 
 
@@ -115,14 +116,12 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["light", "full"])
 @pytest.mark.parametrize(
     ("late", "cause"), [(1, DATA), (0, FORWARD), (1, COLLECTION), (0, READING)], ids=lambda value: str(value)
 )
-def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: str, is_full: bool) -> None:
-    profile = record(ranks, tmp_path, late, cause, is_full=is_full)
+def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: str) -> None:
+    profile = record(ranks, tmp_path, late, cause)
     assert profile.steps == (3, 4, 5)
-    assert profile.is_light is not is_full
     worst = profile.blames[0]
     # Reading a value costs time of its own only where it waits for a GPU.
     phase = HOST if cause == READING else cause
@@ -226,7 +225,6 @@ def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
     (report,) = [line["profile"] for line in lines if "profile" in line]
     assert report["steps"] == [5, 6, 7, 8, 9]
     assert report["num_unmatched"] == 0
-    assert report["is_light"]
     traffic = [each for row in report["rows"] for each in row["traffic"]]
     assert {each["group"] for each in traffic} == {"0"}
     assert {each["at"] for each in traffic} == {"script.py:11 in <module>"}
@@ -339,7 +337,7 @@ def test_flags_of_profile_that_do_not_fit(
 
 
 def test_recordings_are_repeated(tmp_path: Path) -> None:
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2, every=5))
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2, every=5), StepMemory())
     recorder.install(torch)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -367,7 +365,7 @@ class OwnSGD(torch.optim.SGD):
 
 
 def test_a_step_within_a_step_counts_once(tmp_path: Path) -> None:
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2))
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2), StepMemory())
     recorder.install(torch)
     model = nn.Linear(4, 4)
     torch.optim.SGD(model.parameters(), lr=0.1)
@@ -383,7 +381,7 @@ def test_a_step_within_a_step_counts_once(tmp_path: Path) -> None:
 
 def test_a_model_that_is_copied_while_it_is_recorded(tmp_path: Path) -> None:
     """A moving average or a checkpoint of the model must work, and keep nothing of the recording."""
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1))
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1), StepMemory())
     recorder.install(torch)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -402,7 +400,7 @@ def test_a_model_that_is_copied_while_it_is_recorded(tmp_path: Path) -> None:
 
 def pass_around(world: Any, folder: str) -> None:
     """Train, and pass a message to the next rank in each step."""
-    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=2))
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=2), StepMemory())
     recorder.install(torch)
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -431,7 +429,7 @@ def test_messages_are_matched_by_their_direction(ranks: Any, tmp_path: Path) -> 
 
 def train_badly(world: Any, folder: str) -> None:
     """Reduce in each of two microbatches, search for unused parameters, and load in the loop."""
-    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4))
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4), StepMemory())
     recorder.install(torch)
     original = vars(torch.distributed.Reducer)["prepare_for_backward"]
     batches = iter(DataLoader(Numbers(0.05), batch_size=4))

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.cli.main import main
 from paceline.errors import PacelineError
-from paceline.launching.rank.requests import REQUEST, RequestReader, read_table, write_whole
-from paceline.memory.steps import STEPS
+from paceline.launching.rank.requests import FIRST, REQUEST, RequestReader, read_table, write_whole
+from paceline.memory.steps import STEPS, StepMemory
 from paceline.profiling.rank import asked
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.rank.recording import count_steps_that_fit
@@ -250,8 +250,9 @@ def test_ranks_that_cannot_record_are_one_message(
     assert not (tmp_path / REQUEST).exists()
 
 
-def test_one_recording_at_a_time(tmp_path: Path) -> None:
-    write_whole(tmp_path / REQUEST, {"asker": os.getpid()})
+@pytest.mark.parametrize("name", [FIRST, REQUEST])
+def test_one_recording_at_a_time(name: str, tmp_path: Path) -> None:
+    write_whole(tmp_path / name, {"asker": os.getpid()})
     with pytest.raises(PacelineError, match=rf"process {os.getpid()} is recording the job already"):
         RunningJob(tmp_path, SETTINGS, print).record(None)
 
@@ -297,7 +298,7 @@ def test_a_full_disk_leaves_no_part_of_a_trace(
         if subprocess.run(mount, capture_output=True, check=False).returncode:
             pytest.skip("mounting a tmpfs is not allowed here")
     try:
-        recorder = StepRecorder(0, RecordSettings(str(folder), after=1, steps=20, is_full=size is not None))
+        recorder = StepRecorder(0, RecordSettings(str(folder), after=1, steps=20), StepMemory())
         recorder.install(torch)
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

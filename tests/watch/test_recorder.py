@@ -22,10 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from paceline.torch_seams import flight
+from paceline.torch_seams.flight import FlightEntry, Status
 from paceline.watch.protocol.report import Call, Group
 from paceline.watch.protocol.words import own_frames
 from paceline.watch.rank import entries, recorder
-from paceline.watch.rank.entries import FlightEntry, Groups, Status
+from paceline.watch.rank.entries import Groups
 from paceline.watch.rank.operations import Operations, Windows, name_reduce_op
 from paceline.watch.rank.recorder import CollectiveRecorder
 from paceline.world import World
@@ -390,9 +392,9 @@ def test_all_ranks_read_at_the_same_seconds(monkeypatch):
         for second in range(64):
             now_s = 1_000_000.0 + offset + second
             monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
-            status = {(0, 0): entries.Status(second, second)}
+            status = {(0, 0): flight.Status(second, second)}
             if second == 0:
-                watched._levels = {(0, 0): recorder._Level("0", "0", entries.Status(0, -1), 0, 0, 0)}
+                watched._levels = {(0, 0): recorder._Level("0", "0", flight.Status(0, -1), 0, 0, 0)}
                 watched._read_at_s = now_s
             elif watched._is_due(status, share):
                 watched._read_at_s = now_s
@@ -545,7 +547,7 @@ def entry(operation: str, backend: str = "nccl", **changes) -> FlightEntry:
         "state": "scheduled",
         "retired": False,
     }
-    return entries._build_entry(1, raw | changes)
+    return flight._build_entry(1, raw | changes)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.bench.rank.timing import WHOLE, RankTimes, TimeSettings, name_result
+from paceline.bench.rank.timing import ENTRY, WHOLE, RankTimes, TimeSettings, name_result
 from paceline.errors import PacelineError
-from paceline.launching.rank.requests import read_table, write_whole
+from paceline.launching.rank import requests
+from paceline.launching.rank.requests import read_table
 from paceline.place import usable_cores
 from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.read import read_traces
@@ -65,8 +66,9 @@ class Measured:
         """
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
             folder = Path(name)
-            write_whole(folder / "settings.json", asdict(replace(settings, folder=name)))
-            flags = ["--json", "--bench", str(folder / "settings.json")]
+            request = {requests.ENTRY: ENTRY, "settings": asdict(replace(settings, folder=name))}
+            requests.write_whole(folder / "request.json", request)
+            flags = ["--json", "--bench", str(folder / "request.json")]
             words = self._command(folder, num_ranks, threads, settings, flags, grow)
             with open(folder / "output", "w+b") as output:
                 command = [sys.executable, "-m", "paceline", *words]

@@ -127,14 +127,7 @@ def _add_recording_flags(ours: argparse._ActionsContainer, first: str) -> None:
         metavar="STEP",
         help=f"the first optimizer step to record ({first})",
     )
-    ours.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps to record (default 20; 5 with --full)"
-    )
-    ours.add_argument(
-        "--full",
-        action="store_true",
-        help="record every operator too, for Perfetto; steps take longer meanwhile",
-    )
+    ours.add_argument("--steps", type=int, metavar="N", help="optimizer steps to record (default 20)")
     ours.add_argument(
         "--html", type=Path, metavar="FILE", help="also draw the timelines of all ranks as one page"
     )
@@ -204,7 +197,7 @@ def run_script(args: argparse.Namespace) -> int:
         )
     args.profile = args.out or _find_folder()
     args.profile_after = None if args.first is None else args.first - 2
-    args.profile_steps, args.profile_every, args.profile_full = args.steps, args.every, args.full
+    args.profile_steps, args.profile_every = args.steps, args.every
     return run_ranks(args)
 
 
@@ -223,10 +216,10 @@ def run_running(args: argparse.Namespace) -> int:
 
     _check_first(args.first)
     import_msgspec()
-    steps = choose_steps(args.steps, is_full=args.full)
+    steps = choose_steps(args.steps)
     job = find_job(args.pid)
     args.profile, args.profile_after = prepare_folder(args.out or _find_folder()), None
-    settings = RecordSettings(str(args.profile), 1, steps, is_full=args.full)
+    settings = RecordSettings(str(args.profile), 1, steps)
     try:
         RunningJob(job, settings, lambda line: print(f"paceline: {line}", file=sys.stderr)).record(args.first)
     finally:

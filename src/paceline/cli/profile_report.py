@@ -181,11 +181,6 @@ def _describe_grades(profile: Profile) -> str:
 
 def _describe_limits(profile: Profile) -> list[str]:
     lines = list(profile.remarks)
-    if profile.is_light:
-        lines.append(
-            "Operators were not recorded: compute is the loop's time in forward, backward and optimizer "
-            "without its waiting."
-        )
     if profile.num_uncertain:
         error = format_seconds(profile.clock_error_ns / 1e9)
         lines.append(

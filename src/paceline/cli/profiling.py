@@ -8,16 +8,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.cli.watching import as_table
 from paceline.errors import PacelineError
 from paceline.phrases import name_some
 
-if TYPE_CHECKING:
-    from paceline.launching.watcher import Watcher
-
-_AFTER, _STEPS, _FULL_STEPS = 5, 20, 5
+_AFTER, _STEPS = 5, 20
 # From a recording's begin to the next one's: its steps, the one that passes, and one in which it is written.
 _LEAST_BETWEEN = 3
 
@@ -40,38 +37,40 @@ def add_profile_flags(parser: argparse._ActionsContainer) -> None:
         "--profile-steps",
         type=int,
         metavar="N",
-        help=f"optimizer steps to record (default {_STEPS}; {_FULL_STEPS} with --profile-full)",
+        help=f"optimizer steps to record (default {_STEPS})",
     )
     parser.add_argument(
         "--profile-every", type=int, metavar="N", help="record again each N steps; reports on the last one"
     )
-    parser.add_argument(
-        "--profile-full",
-        action="store_true",
-        help="record every operator too, for Perfetto; steps take longer meanwhile",
-    )
 
 
-def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher | None:
-    """Return a watcher that also records the ranks, if the flags ask for it.
+def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return what the launcher asks its ranks for, if the flags ask for a recording.
 
     Raises:
         PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL901 without
             msgspec, which the report needs.
     """
-    for name in ("profile_after", "profile_steps", "profile_every", "profile_full"):
-        value = getattr(args, name)
+    for name in ("profile_after", "profile_steps", "profile_every"):
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         if value and args.profile is None:
-            raise _flag_error(f"{_name_flag(name, value)} without --profile")
-        if value is not None and value is not False and value < 1:
-            raise _flag_error(_name_flag(name, value))
+            raise _flag_error(f"{flag} {value} without --profile")
+        if value is not None and value < 1:
+            raise _flag_error(f"{flag} {value}")
     if args.profile is None:
-        return watcher
+        return None
+    if args.no_watch:
+        raise PacelineError(
+            "PL905",
+            saw="a recording with --no-watch.",
+            rule="The threads that watch the ranks also start the recording.",
+            fix="Leave --no-watch out.",
+        )
     from paceline.profiling.kineto import import_msgspec
-    from paceline.profiling.launcher import RecordingWatcher, prepare_folder
+    from paceline.profiling.launcher import build_request, prepare_folder
     from paceline.profiling.rank.recorder import RecordSettings
 
-    steps = choose_steps(args.profile_steps, is_full=args.profile_full)
+    steps = choose_steps(args.profile_steps)
     every = args.profile_every or 0
     if every and every < steps + _LEAST_BETWEEN:
         raise PacelineError(
@@ -82,13 +81,10 @@ def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher 
         )
     import_msgspec()
     folder = prepare_folder(args.profile)
-    settings = RecordSettings(
-        str(folder), args.profile_after or _AFTER, steps, is_full=args.profile_full, every=every
-    )
-    return RecordingWatcher(settings, watcher)
+    return build_request(RecordSettings(str(folder), args.profile_after or _AFTER, steps, every))
 
 
-def choose_steps(number: int | None, *, is_full: bool) -> int:
+def choose_steps(number: int | None) -> int:
     """Return how many steps to record, if a number was given or not.
 
     Raises:
@@ -96,12 +92,7 @@ def choose_steps(number: int | None, *, is_full: bool) -> int:
     """
     if number is not None and number < 1:
         raise _flag_error(f"--steps {number}")
-    return number or (_FULL_STEPS if is_full else _STEPS)
-
-
-def _name_flag(name: str, value: int | bool) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"
+    return number or _STEPS
 
 
 def _flag_error(saw: str) -> PacelineError:

@@ -15,10 +15,10 @@ from paceline.cli.job_status import print_status
 from paceline.cli.lint import lint_beside
 from paceline.cli.profiling import (
     add_profile_flags,
-    add_recording,
     forget_recording,
     print_recording,
     refuse_recording,
+    request_recording,
 )
 from paceline.cli.several_nodes import add_membership_flags
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error, with_places
@@ -165,7 +165,7 @@ def _run(args: argparse.Namespace) -> None:
     place = read_place(args, os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)
-    watcher = add_recording(args, build_watcher(args))
+    watcher = build_watcher(args, request_recording(args))
     if place.launcher == "single" and not (args.no_lint or args.module or args.no_python):
         one_node = str(args.nnodes or 1) in ("1", "1:1")
         # Kept until the job ends, so that the process is reaped.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.profiling import (
     add_profile_flags,
-    add_recording,
     describe_recording,
     print_recording,
     refuse_recording,
+    request_recording,
 )
 from paceline.cli.several_nodes import add_node_flags, refuse_node_flags, train_on_nodes
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.preflight import check_memory
     from paceline.launching.local import check_launch, launch, warm_up
 
-    watcher = add_recording(args, build_watcher(args))
+    watcher = build_watcher(args, request_recording(args))
     warm_up()  # It imports torch while the folder and the data are checked here.
     check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)

@@ -39,8 +39,12 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--bench", type=Path, help=argparse.SUPPRESS)
 
 
-def build_watcher(args: argparse.Namespace) -> Watcher | None:
+def build_watcher(args: argparse.Namespace, request: dict[str, Any] | None) -> Watcher | None:
     """Return the watcher that the flags ask for, if any.
+
+    Args:
+        args: the flags.
+        request: what each rank is asked for before its script's first line.
 
     Raises:
         PacelineError: PL349 for an invalid time.
@@ -52,20 +56,20 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
             rule="It is the number of seconds for which ranks may make no progress.",
             fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with --no-watch.",
         )
-    watcher: Watcher | None = None
-    if not args.no_watch:
-        from paceline.watch.launcher.watcher import RankWatcher
+    if args.no_watch:
+        return None
+    from paceline.watch.launcher.watcher import RankWatcher
 
-        report = partial(_print_message, as_json=args.json)
-        watcher = RankWatcher(
-            args.hang_after, keep_alive=args.keep_alive, report=report, has_advice=args.advice
-        )
-    if args.bench is None:
-        return watcher
-    from paceline.bench.rank.timing import ENTRY, SETTINGS
-    from paceline.profiling.launcher import RecordingWatcher
-
-    return RecordingWatcher(json.loads(args.bench.read_text("utf-8")), watcher, ENTRY, SETTINGS)
+    if args.bench is not None:
+        request = json.loads(args.bench.read_text(encoding="utf-8"))
+    report = partial(_print_message, as_json=args.json)
+    return RankWatcher(
+        args.hang_after,
+        keep_alive=args.keep_alive,
+        report=report,
+        has_advice=args.advice,
+        request=request,
+    )
 
 
 def print_error(text: str) -> None:

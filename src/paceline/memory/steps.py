@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 from paceline.memory.account import Steps
@@ -23,6 +24,7 @@ from paceline.torch_seams.watching import hide_from_compiler
 # Unix counts the peak in kilobytes, macOS in bytes.
 _UNIT = 1 if sys.platform == "darwin" else 1024
 _RESERVE = 32 << 20
+_MANY_FRAMES = 16
 
 
 class StepMemory:
@@ -86,7 +88,7 @@ class StepMemory:
         self._followers = tuple(each for each in self._followers if each != follower)
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._torch.compiler.is_compiling():
+        if self._torch.compiler.is_compiling() or _is_nested():
             return
         # Of several optimizers, the first one ends a step.
         known = None if self._optimizer is None else self._optimizer()
@@ -106,6 +108,20 @@ class StepMemory:
     def summarize(self) -> Steps:
         """Return the steps so far."""
         return Steps(self.count, self._peak, self._first or self._last, self._last, self._settled)
+
+
+def _is_nested() -> bool:
+    """Return whether a step was called by a step, as those of subclasses are: it ends with the outer one."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    for _ in range(_MANY_FRAMES):
+        if frame is None:
+            break
+        # The function that torch puts around the steps of all optimizers; it calls the hooks.
+        code = frame.f_code
+        count += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
+        frame = frame.f_back
+    return count > 1
 
 
 STEPS = StepMemory()

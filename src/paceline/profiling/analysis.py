@@ -94,7 +94,6 @@ class Profile:
         clock_error_ns: the largest error of a rank's clock.
         slowdown: how much longer steps took while recorded, the largest over ranks; `None` if unknown.
         remarks: facts that limit the conclusions.
-        is_light: whether no operators were recorded; see `RankTrace.is_light`.
     """
 
     world_size: int
@@ -108,7 +107,6 @@ class Profile:
     clock_error_ns: int
     slowdown: float | None
     remarks: tuple[str, ...] = field(default=())
-    is_light: bool = False
     usual_delay: str = ""
 
     def step_ns(self, step: int) -> int:
@@ -218,7 +216,6 @@ def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Pr
         clock_error_ns=max(trace.clock_error_ns for trace in traces),
         slowdown=max((trace.slowdown for trace in traces if trace.slowdown is not None), default=None),
         remarks=tuple(dict.fromkeys(remark for trace in traces for remark in trace.remarks)),
-        is_light=any(trace.is_light for trace in traces),
     )
 
 

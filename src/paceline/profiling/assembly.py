@@ -35,8 +35,8 @@ from paceline.profiling.trace import (
     TracedCollective,
     TracedStep,
 )
+from paceline.torch_seams.flight import name_operation
 
-_OPERATIONS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
 _UNMATCHED = "unmatched"
 _LATE_NS = 100_000
@@ -100,7 +100,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         works = main & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.LAYER, EventKind.ITEM))
         loop[WAITING] = _find_waits(subtract(busy, unite(spans[works])), collectives)
         busy = subtract(busy, loop[WAITING])
-    is_light = not (file.kinds == EventKind.OPERATOR).any()
     trace = RankTrace(
         rank=rank,
         world_size=file.world_size,
@@ -115,7 +114,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         samples=NOTHING if recorded is None else _list_samples(recorded),
         collections=UNSCHEDULED if recorded is None else _list_collections(recorded),
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
-        is_light=is_light and not has_kernels,
         blocked=unite(loop.get(WAITING, NOTHING)),
         searches=unite(loop.get(SEARCHING, NOTHING)),
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
@@ -522,8 +520,5 @@ def _measure_input(file: TraceFile, index: int) -> int | None:
 
 
 def _name(recorded: str) -> str:
-    """Return an operation's name as users call it: without backend, underscore and suffixes."""
-    name = recorded.rpartition(":")[2].lower().removeprefix("_")
-    for suffix in ("_base", "_coalesced"):
-        name = name.removesuffix(suffix)
-    return _OPERATIONS.get(name, name)
+    """Return an operation's name as users call it."""
+    return name_operation(recorded.rpartition(":")[2])

@@ -104,11 +104,6 @@ def _list_remarks(before: Profile, after: Profile) -> list[str]:
         found.append(
             f"The first recording is of {before.world_size} ranks, the second of {after.world_size}."
         )
-    if before.is_light != after.is_light:
-        found.append(
-            "One has every operator and the other does not: compute and exposed are measured differently, "
-            "and recording operators takes time."
-        )
     fewest = min(len(before.steps), len(after.steps))
     if fewest < 5:
         found.append(f"One has {fewest} steps only: the intervals are too narrow.")

@@ -1,16 +1,15 @@
-"""The launcher's part of a recording: hands the settings to the ranks, beside the watcher."""
+"""The launcher's part of a recording: the folder, and what the ranks are asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launching.watcher import WatchedRank, Watcher, WatchMessage
-from paceline.profiling.rank.begin import SETTINGS
+from paceline.launching.rank.requests import ENTRY
+from paceline.profiling.rank.asked import RECORD
 from paceline.profiling.rank.recorder import RecordSettings
 
 PATTERN = "rank-*.json"
@@ -50,65 +49,7 @@ def _folder_error(path: Path, reason: str) -> PacelineError:
     )
 
 
-class RecordingWatcher:
-    """A watcher that has each rank recorded or timed, and leaves all else to another watcher.
-
-    Args:
-        settings: what to record; the folder exists.
-        inner: watches the ranks; `None` if nothing does.
-        entry: what ranks call; see `launching.watcher.Watcher`.
-        file: name of the settings in the launcher's folder, where `entry` looks for them.
-    """
-
-    def __init__(
-        self,
-        settings: RecordSettings | Mapping[str, Any],
-        inner: Watcher | None,
-        entry: str = "paceline.profiling.rank.begin:begin",
-        file: str = SETTINGS,
-    ) -> None:
-        self.entry = entry
-        self._settings = settings if isinstance(settings, Mapping) else asdict(settings)
-        self._inner = inner
-        self._file = file
-
-    @property
-    def final_message(self) -> WatchMessage | None:
-        """The inner watcher's verdict."""
-        return None if self._inner is None else self._inner.final_message
-
-    @property
-    def other_places(self) -> str:
-        """The places of the other ranks, as the inner watcher has them."""
-        return "" if self._inner is None else self._inner.other_places
-
-    def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
-        """Leave the settings for the ranks, and start to watch."""
-        watch = "" if self._inner is None else self._inner.entry
-        table = {**self._settings, "watch": watch}
-        (folder / self._file).write_text(json.dumps(table), encoding="utf-8")
-        if self._inner is not None:
-            self._inner.begin(folder, list_ranks)
-
-    def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
-        """Prepare the inner watcher for ranks that are about to start."""
-        if self._inner is not None:
-            self._inner.meet(node, num_nodes, host, port, attempt)
-
-    def note_failure(self, rank: int, status: int) -> None:
-        """Record that a rank has failed."""
-        if self._inner is not None:
-            self._inner.note_failure(rank, status)
-
-    def note_loss(self) -> None:
-        if self._inner is not None:
-            self._inner.note_loss()
-
-    def explain_failure(self, died: str = "") -> WatchMessage | None:
-        """Return the inner watcher's explanation."""
-        return None if self._inner is None else self._inner.explain_failure(died)
-
-    def end(self) -> None:
-        """Stop watching."""
-        if self._inner is not None:
-            self._inner.end()
+def build_request(settings: RecordSettings) -> dict[str, Any]:
+    """Return what the launcher asks its ranks for, so that they record; the folder exists."""
+    # A recording of a running job is refused while this one is repeated.
+    return {ENTRY: RECORD, "asker": os.getpid() if settings.every else None, "settings": asdict(settings)}

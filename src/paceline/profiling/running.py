@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launching.rank.requests import ENTRY, REQUEST, read_table, write_whole
+from paceline.launching.rank.requests import ENTRY, FIRST, REQUEST, read_table, write_whole
 from paceline.launching.watcher import SOCKET
 from paceline.phrases import name_ranks
 from paceline.profiling.rank.asked import DONE, FAILED, TOO_LATE, name_answer
@@ -141,9 +141,9 @@ class RunningJob:
                 path.unlink(missing_ok=True)
 
     def _refuse_second(self) -> None:
-        there = read_table(self._folder / REQUEST)
-        if there is not None and (_PROC / str(there.get("asker"))).exists():
-            raise _answer_error(f"process {there['asker']} is recording the job already")
+        for there in (read_table(self._folder / name) for name in (FIRST, REQUEST)):
+            if there is not None and (_PROC / str(there.get("asker"))).exists():
+                raise _answer_error(f"process {there['asker']} is recording the job already")
 
     def _cancel(self) -> None:
         """Leave another request for the other ranks, which makes them forget this one."""

@@ -118,7 +118,8 @@ class RankTrace:
         world_size: ranks of the job; 0 if unknown.
         steps: in order, each beginning where the one before ended or later.
         phases: by name of `PHASES`, disjoint spans.
-        compute: disjoint spans of kernels, or of operators that call no other operator.
+        compute: disjoint spans of kernels; on CPU the time of the loop in forward, backward and optimizer,
+            without its waiting for collectives.
         collectives: in order of issue.
         host: identifies the machine and its start, so the clock; empty if unknown.
         clock_error_ns: how far the times may be off those of the first rank.
@@ -127,14 +128,12 @@ class RankTrace:
         samples: rows of an instant and the number of the place at which the training loop was then.
         collections: rows of begin, end and number of the place of each garbage collection in the loop.
         places: lines of the user's, with the module that was running.
-        is_light: whether operators were not recorded: `compute` is then the loop's time in forward, backward
-            and optimizer without its waiting for collectives.
         scheduling: rows of an instant, and for how long the training loop had run, and waited for a core,
             until then; no rows if unknown.
         blocked: disjoint spans in which the loop waited for a collective in Python, or at the end of a
-            backward; recorded in light mode only.
-        searches: disjoint spans of DDP's preparations for a backward; in light mode only.
-        reducers: its DDP modules; in light mode only.
+            backward; recorded by Paceline only.
+        searches: disjoint spans of DDP's preparations for a backward; likewise.
+        reducers: its DDP modules; likewise.
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
         cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
         cores: the rank's share of its node's cores; 0 if unknown.
@@ -154,7 +153,6 @@ class RankTrace:
     samples: Spans = field(default_factory=lambda: NOTHING)
     collections: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     places: tuple[CodePlace, ...] = ()
-    is_light: bool = False
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     blocked: Spans = field(default_factory=lambda: NOTHING)
     searches: Spans = field(default_factory=lambda: NOTHING)

@@ -1,4 +1,4 @@
-"""Starts torch's profiler so that it stops quickly, and reads the Flight Recorder's entries.
+"""Starts torch's profiler so that it stops quickly, and notes what the profiler leaves out.
 
 Nothing of torch is imported before it is used: a script may start before it imports torch.
 """
@@ -6,41 +6,17 @@ Nothing of torch is imported before it is used: a script may start before it imp
 from __future__ import annotations
 
 import functools
-import pickle
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from paceline.torch_seams.watching import find_group_class, find_world, list_dumps, without_inductor
+from paceline.torch_seams.watching import find_group_class, find_world
 
 _C10D = "torch._C._distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """A collective as the Flight Recorder has it.
-
-    Attributes:
-        issued_ns: since 1970.
-        group: the group's name.
-        number: in the group's sequence.
-        operation: such as `all_reduce`.
-        sizes, dtypes: of the inputs.
-        frames: file, line and function, the innermost first.
-    """
-
-    issued_ns: int
-    group: str
-    number: int
-    operation: str
-    sizes: list[Any]
-    dtypes: list[str]
-    frames: list[tuple[str, int, str]]
 
 
 def build_profiler(torch: Any, *, has_shapes: bool = False) -> Any:
@@ -233,32 +209,3 @@ def _wrap_transfer(name: str, original: Any, note: Callable[[str, str, int, int]
         return original(group, tensors, peer, *args, **kwargs)
 
     return transfer
-
-
-def read_collectives(since_ns: int) -> list[RecordedCall]:
-    """Return the collectives issued since an instant, in order of issue.
-
-    Sends and receives of gloo are not recorded.
-    """
-    with without_inductor():
-        dumps = [dump(True, True, False) for _, dump in list_dumps()]
-    found = []
-    for dump in dumps:
-        loaded = pickle.loads(dump)  # torch's own bytes, made in this process
-        for entry in loaded.get("entries", ()) if isinstance(loaded, dict) else ():
-            if entry["time_created_ns"] >= since_ns and not entry.get("is_p2p"):
-                found.append(
-                    RecordedCall(
-                        int(entry["time_created_ns"]),
-                        str(entry["process_group"][0]),
-                        int(entry["collective_seq_id"]),
-                        str(entry["profiling_name"]).rpartition(":")[2],
-                        list(entry.get("input_sizes", ())),
-                        [str(name) for name in entry.get("input_dtypes", ())],
-                        [
-                            (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
-                            for frame in entry.get("frames", ())
-                        ],
-                    )
-                )
-    return found

@@ -15,7 +15,6 @@ import atexit
 import copy
 import functools
 import importlib
-import json
 import os
 import sys
 import threading
@@ -30,15 +29,12 @@ from typing import Any
 from paceline.bench.rank.replicas import Replicas
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import write_whole
-from paceline.launching.watcher import NoteError, ignore_error
 from paceline.memory.steps import STEPS
-from paceline.profiling.rank.begin import BUFFER_SIZE
+from paceline.profiling.rank.asked import keep_more_calls
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
-from paceline.torch_seams.watching import BUFFER_SIZES
 
-SETTINGS = "bench.json"
 ENTRY = "paceline.bench.rank.timing:begin"
-"""Called in each rank; see `launching.watcher.Watcher`."""
+"""Called in each rank; see `launching.rank.requests`."""
 WHOLE, ALONE = "whole", "alone"
 # Other ranks may still need this one for the last step's collectives.
 _LEAVE_S = 30.0
@@ -59,7 +55,6 @@ class TimeSettings:
         bucket_mib: of DDP's buckets; the script's own if `None`.
         threads: threads of one process over which a batch is divided, as `nn.DataParallel` does.
         folder: for the results; the launcher sets it.
-        watch: the entry of the watcher of the ranks.
     """
 
     warm_up: int
@@ -70,7 +65,6 @@ class TimeSettings:
     bucket_mib: float | None = None
     threads: int = 0
     folder: str = ""
-    watch: str = ""
 
 
 @dataclass
@@ -356,7 +350,7 @@ class StepTimer:
         folder = str(Path(self._settings.folder) / "recording")
         settings = RecordSettings(folder, STEPS.count + 1, self._settings.record_steps)
         self._recorder = StepRecorder(self._rank, settings)
-        self._recorder.follow(self._torch, STEPS)
+        self._recorder.install(self._torch)
 
     def _write(self) -> None:
         times = self._times
@@ -397,26 +391,12 @@ class _Done:
         return True
 
 
-class TimedRank:
-    """A rank that is timed, and possibly watched."""
-
-    def __init__(self, note_error: NoteError) -> None:
-        self.note_error = note_error
-
-
-def begin(rank: int, socket_path: str, stacks_path: str) -> TimedRank:
-    """Start timer and watcher; see `launching.watcher.Watcher.entry`."""
-    settings = json.loads((Path(socket_path).parent / SETTINGS).read_text(encoding="utf-8"))
-    note_error: NoteError = ignore_error
-    if settings["watch"]:
-        module, _, function = settings["watch"].partition(":")
-        enter = getattr(importlib.import_module(module), function)
-        note_error = enter(rank, socket_path, stacks_path).note_error
-    settings["modes"] = tuple(settings["modes"])
-    if settings["record_steps"] and not any(name in os.environ for name in BUFFER_SIZES):
-        os.environ[BUFFER_SIZES[0]] = BUFFER_SIZE
-    when_imported("torch", StepTimer(rank, TimeSettings(**settings)).install)
-    return TimedRank(note_error)
+def begin(rank: int, folder: Path, table: dict[str, Any]) -> None:
+    """Start the timer, as a request of the launcher says."""
+    settings = TimeSettings(**{**table["settings"], "modes": tuple(table["settings"]["modes"])})
+    if settings.record_steps:
+        keep_more_calls()
+    when_imported("torch", StepTimer(rank, settings).install)
 
 
 def name_result(rank: int) -> str:

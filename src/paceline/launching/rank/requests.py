@@ -1,7 +1,8 @@
-"""Passes a request on that somebody leaves in a launcher's folder while the job runs.
+"""Passes a request on that the launcher, or somebody while the job runs, leaves in a launcher's folder.
 
-A request is a file that names the function to call. The thread that watches the rank looks for it once per
-second. The folder belongs to the job's user and to nobody else.
+A request is a file that names the function to call. A rank looks for the launcher's before its script's first
+line, and the thread that watches the rank for the other one once per second. The folder belongs to the job's
+user and to nobody else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REQUEST = "request.json"
+FIRST, REQUEST = "first-request.json", "request.json"
 ENTRY = "entry"
 """The request's key for `module:function`; it is called with the rank, the folder and the whole request."""
 
@@ -44,15 +45,15 @@ class RequestReader:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self._rank = rank
-        self._folder = folder
-        self._path = folder / REQUEST
+        self._folder = str(folder)
 
-    def look(self) -> None:
+    def look(self, name: str = REQUEST) -> None:
         """Call what a request names, if there is one; call it every second."""
-        if not os.access(self._path, os.F_OK):
+        path = f"{self._folder}/{name}"
+        if not os.access(path, os.F_OK):
             return
         with suppress(Exception):  # the script goes on, whatever was asked for
-            table = read_table(self._path)
+            table = read_table(Path(path))
             if table is not None:
                 module, _, function = str(table[ENTRY]).partition(":")
-                getattr(importlib.import_module(module), function)(self._rank, self._folder, table)
+                getattr(importlib.import_module(module), function)(self._rank, Path(self._folder), table)

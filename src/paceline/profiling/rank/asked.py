@@ -1,7 +1,7 @@
-"""Records steps of a rank that already runs, because `paceline profile --pid` asked for it.
+"""Records steps of a rank, because its launcher or `paceline profile --pid` asked for it.
 
-The ranks see the request at different times. So each first reports how many optimizer steps it has taken. The
-requester then chooses a step ahead of all ranks, and each rank records from there.
+The ranks of a job that runs see the request at different times. So each first reports how many optimizer
+steps it has taken. The requester then chooses a step ahead of all ranks, and each rank records from there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import write_whole
 from paceline.memory.steps import STEPS
 from paceline.profiling.rank.recorder import PASSING, RecordSettings, StepRecorder
+from paceline.torch_seams.watching import BUFFER_SIZES
 
-ENTRY = "paceline.profiling.rank.asked:answer"
+RECORD, ENTRY = "paceline.profiling.rank.asked:record", "paceline.profiling.rank.asked:answer"
+# The entries of torch's Flight Recorder: those of some steps of FSDP over 80 layers.
+_BUFFER_SIZE = "8000"
 COUNTING, AHEAD, TOO_LATE, FAILED, DONE = "counting", "ahead", "too late", "failed", "done"
 """The states of a rank: it has no step to begin at yet, begins later or records, was beyond the step already,
 could not record, or has written its file."""
@@ -74,10 +78,22 @@ class _Request:
             return
         settings = RecordSettings(**{**table["settings"], "after": table["first"] - PASSING})
         self._recorder = StepRecorder(self._rank, settings)
-        self._recorder.follow(torch, STEPS)
+        self._recorder.install(torch)
 
 
 _request: _Request | None = None
+
+
+def record(rank: int, folder: Path, table: dict[str, Any]) -> None:
+    """Record what the launcher asks for before the script's first line, which may never import torch."""
+    keep_more_calls()
+    when_imported("torch", StepRecorder(rank, RecordSettings(**table["settings"])).install)
+
+
+def keep_more_calls() -> None:
+    """Have torch's Flight Recorder keep the collectives of a recording; call it before the first group."""
+    if not any(name in os.environ for name in BUFFER_SIZES):
+        os.environ[BUFFER_SIZES[0]] = _BUFFER_SIZE
 
 
 def answer(rank: int, folder: Path, table: dict[str, Any]) -> None:

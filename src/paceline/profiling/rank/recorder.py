@@ -1,8 +1,8 @@
 """Records some steps of a rank by torch's profiler, without any change to its script.
 
-Optimizer steps are counted by torch's global hooks. After `after` of them the machines' clocks are compared
-and a `Recording` begins; with `every`, another one begins each so many steps. A file appears whole, by one
-rename, also if the script ends or is stopped before.
+`STEPS` counts the optimizer's steps. After `after` of them the machines' clocks are compared and a
+`Recording` begins; with `every`, another one begins each so many steps. A file appears whole, by one rename,
+also if the script ends or is stopped before.
 
 A failure here must not end the script: it is logged, and no trace appears.
 """
@@ -18,7 +18,6 @@ import statistics
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.memory.steps import StepMemory
+from paceline.memory.steps import STEPS, StepMemory
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recording import Recording
 
@@ -41,7 +40,6 @@ _KEY = "paceline/profile/clock"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
 _LEAST_BEFORE = 3
-_MANY_FRAMES = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -53,14 +51,12 @@ class RecordSettings:
         folder: for the file `rank-NNNN.json`; with `every`, for a folder `step-NNNNNNNN` per recording.
         after: optimizer steps before the recording starts, at least 1.
         steps: how many to record, at least 1.
-        is_full: whether to record operators.
         every: steps from the begin of a recording to that of the next one; 0 for one recording.
     """
 
     folder: str
     after: int
     steps: int
-    is_full: bool = False
     every: int = 0
 
 
@@ -70,18 +66,18 @@ class StepRecorder:
     Args:
         rank: global.
         settings: what to record.
+        steps: counts from the first step on.
 
     Attributes:
         is_done: whether it records no more.
         failure: why it recorded nothing; empty if it did not fail.
     """
 
-    def __init__(self, rank: int, settings: RecordSettings) -> None:
+    def __init__(self, rank: int, settings: RecordSettings, steps: StepMemory = STEPS) -> None:
         self._rank = rank
         self._settings = settings
+        self._steps = steps
         self._torch: Any = None
-        self._optimizer: weakref.ref[Any] | None = None
-        self._handle: Any = None
         self._number = 0
         self._last_ns = 0
         self._before: deque[int] = deque(maxlen=16)
@@ -92,27 +88,20 @@ class StepRecorder:
         self._server: ClockServer | None = None
         self._signal: Any = None
         self._pid = os.getpid()
-        self._steps: StepMemory | None = None
         self._is_cancelled = False
         self.is_done = False
         self.failure = ""
 
     def install(self, torch: Any) -> None:
-        """Count the optimizer steps from now on; call it when torch has been imported."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
+        """Record from now on; in any thread, once torch has been imported."""
         self._torch = torch
-        self._handle = register_optimizer_step_post_hook(self._on_step)
+        self._steps.install(torch)
+        self._steps.follow(self._end_step)
         atexit.register(self.finish)
-
-    def follow(self, torch: Any, steps: StepMemory) -> None:
-        """Count as `steps` does, which has counted from the first step on; in any thread.
-
-        A hook of its own would change torch's table of hooks, through which a step may be going just now.
-        """
-        self._torch, self._steps = torch, steps
-        steps.follow(self._on_count)
-        atexit.register(self.finish)
+        # A rank that calls a function ends as multiprocessing's processes do, without atexit.
+        util: Any = sys.modules.get("multiprocessing.util")  # not imported before the script does
+        if util is not None:
+            util.Finalize(None, self.finish, exitpriority=0)
 
     def cancel(self) -> None:
         """Record no more, and write nothing; in any thread. What has begun ends with the step."""
@@ -124,10 +113,7 @@ class StepRecorder:
             return
         self.is_done = True
         atexit.unregister(self.finish)
-        if self._steps is not None:
-            self._steps.leave(self._on_count)
-        with suppress(Exception):
-            self._handle.remove()
+        self._steps.leave(self._end_step)
         if self._recording is not None:
             self._guard(self._write)
         if self._server is not None:
@@ -138,23 +124,10 @@ class StepRecorder:
 
     # ---- counting
 
-    def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.is_done or threading.current_thread() is not threading.main_thread():
-            return
-        if self._optimizer is None or self._optimizer() is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
-            return  # a step of several optimizers ends with the first one
-        if _is_nested():
-            return
-        self._end_step(self._number + 1)
-
-    def _on_count(self, count: int) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if not self.is_done and is_main and os.getpid() == self._pid:
-            self._end_step(count)
-
     def _end_step(self, number: int) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.is_done or not is_main or os.getpid() != self._pid:
+            return
         self._number = number
         now, recording = time.time_ns(), self._recording
         if self._is_cancelled:
@@ -164,7 +137,7 @@ class StepRecorder:
             self._before.append(now - self._last_ns)
             if self._number == self._first:
                 self._guard(self._start)
-            elif self._steps is not None and number > self._first:
+            elif number > self._first:
                 self._guard(self._miss)
         elif recording.is_complete:
             self._complete()
@@ -221,7 +194,6 @@ class StepRecorder:
             self._torch,
             self._rank,
             self._settings.steps,
-            is_full=self._settings.is_full,
             on_forward=self._on_forward,
         )
 
@@ -296,20 +268,6 @@ def failure_error(rank: str, reason: str) -> PacelineError:
         rule="The training goes on without it, and the report is on the other ranks.",
         fix="Remove the cause, and record again.",
     )
-
-
-def _is_nested() -> bool:
-    """Return whether a step was called by a step, as those of subclasses are: it ends with the outer one."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    for _ in range(_MANY_FRAMES):
-        if frame is None:
-            break
-        # The function that torch puts around the steps of all optimizers; it calls the hooks.
-        code = frame.f_code
-        count += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
-        frame = frame.f_back
-    return count > 1
 
 
 def _read_host() -> str:

@@ -1,8 +1,9 @@
-"""Records consecutive steps of a rank, light or full, and writes them as one file.
+"""Records consecutive steps of a rank, and writes them as one file.
 
-Light: torch's profiler sees collectives and annotations (optimizer steps, loaders) and no operator. Full: it
-sees every operator. Both note the loop's phases by hooks on the outermost modules and around backward, sample
-the loop's lines, and read the collectives' groups, numbers and lines from the Flight Recorder.
+On CPU, torch's profiler sees collectives and annotations (optimizer steps, loaders) and no operator. On CUDA
+it sees every operator, because NCCL's kernels name their groups only then. The loop's phases are noted by
+hooks on the outermost modules and around backward, its lines are sampled, and the groups, numbers and lines
+of collectives are read from the Flight Recorder.
 
 A step passes between start and first recorded step, since ranks start at different times.
 """
@@ -23,13 +24,12 @@ from paceline.own_code import is_own
 from paceline.profiling.elements import count_bytes
 from paceline.profiling.rank.loop import METADATA, SEARCHING, WAITING, LoopTimes
 from paceline.profiling.rank.sampler import LineSampler, Place
+from paceline.torch_seams.flight import FlightEntry, read_entries
 from paceline.torch_seams.profiling import (
-    RecordedCall,
     build_profiler,
     is_profiling,
     list_members,
     note_transfers,
-    read_collectives,
     start_light,
     start_profiler,
 )
@@ -46,16 +46,13 @@ class Recording:
         torch: the module.
         rank: global.
         num_steps: to record, at least 1.
-        is_full: whether to record operators.
         on_forward: called before each forward.
 
     Attributes:
         steps: number, begin and end of each recorded step.
     """
 
-    def __init__(
-        self, torch: Any, rank: int, num_steps: int, *, is_full: bool, on_forward: Callable[[], None]
-    ) -> None:
+    def __init__(self, torch: Any, rank: int, num_steps: int, *, on_forward: Callable[[], None]) -> None:
         if is_profiling(torch):
             raise RuntimeError(OWN)
         self._torch = torch
@@ -64,11 +61,10 @@ class Recording:
         self._transfers: list[tuple[int, str, str, str, int]] = []
         self.steps: list[tuple[int, int, int]] = []
         self._cpu_begin_ns = self._cpu_ns = 0
-        self._profiler = build_profiler(torch, has_shapes=not is_full)
+        self._profiler = build_profiler(torch, has_shapes=True)
         self._sampler = LineSampler(torch)
-        if is_full or not start_light(torch, self._profiler):
-            if not is_full:
-                self._profiler = build_profiler(torch)
+        if torch.cuda.is_initialized() or not start_light(torch, self._profiler):
+            self._profiler = build_profiler(torch)
             start_profiler(self._profiler)
         self._loop = LoopTimes(torch, on_forward, self._sampler.note_scheduling)
         self._forget_transfers = note_transfers(self._note_transfer)
@@ -89,7 +85,7 @@ class Recording:
         """End the passing step."""
         self._loop.keep_outermost()
         self._cpu_begin_ns = time.process_time_ns()
-        self._num_steps = min(self._num_steps, count_steps_that_fit(len(read_collectives(self._began_ns))))
+        self._num_steps = min(self._num_steps, count_steps_that_fit(len(self._read_calls())))
 
     def abandon(self) -> None:
         """Remove all hooks and end the profiler; nothing is written."""
@@ -131,6 +127,10 @@ class Recording:
         self._loop.remove()
         self._forget_transfers()
 
+    def _read_calls(self) -> list[FlightEntry]:
+        """Return the collectives of this recording in order of issue, without sends and receives."""
+        return [call for call in read_entries(has_frames=True) if call.created_ns >= self._began_ns]
+
     def _describe_missing(self) -> str:
         """Return why fewer steps are recorded than were asked for; empty if none is missing."""
         if len(self.steps) >= self._asked:
@@ -148,14 +148,14 @@ class Recording:
 
     def _describe(self) -> dict[str, Any]:
         """Return the table that `kineto.Recorded` reads."""
-        calls = read_collectives(self._began_ns)
+        calls = self._read_calls()
         places = self._sampler.name_places(self._loop.names)
         return {
             "steps": self.steps,
             "partial": self._describe_missing(),
             "members": list_members(),
             "calls": [
-                (call.issued_ns, call.group, call.number, call.operation, _count_bytes(call))
+                (call.created_ns, call.group, call.number, call.operation, _count_bytes(call))
                 for call in calls
             ],
             "call_places": [_find_place(call, places) for call in calls],
@@ -210,16 +210,17 @@ def count_steps_that_fit(num_calls: int) -> int:
     return max(1, int(size) // num_calls - 1)
 
 
-def _count_bytes(call: RecordedCall) -> int:
-    return sum(count_bytes(*pair) or 0 for pair in zip(call.sizes, call.dtypes, strict=False))
+def _count_bytes(call: FlightEntry) -> int:
+    sizes, dtypes = (call.raw.get(f"input_{name}", ()) for name in ("sizes", "dtypes"))
+    return sum(count_bytes(*pair) or 0 for pair in zip(sizes, dtypes, strict=False))
 
 
-def _find_place(call: RecordedCall, places: list[Place]) -> int:
+def _find_place(call: FlightEntry, places: list[Place]) -> int:
     """Return the number of the user's line that issued a collective, added if it is new; -1 if unknown."""
-    own = next((frame for frame in call.frames if is_own(frame[0])), None)
+    own = next((frame for frame in call.raw.get("frames", ()) if is_own(frame["filename"])), None)
     if own is None:
         return -1
-    place = (*own, "")
+    place = (str(own["filename"]), int(own["line"]), str(own["name"]), "")
     if place not in places:
         places.append(place)
     return places.index(place)

@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from paceline.launching.rank.requests import FIRST, write_whole
 from paceline.launching.watcher import SOCKET, WatchedRank, WatchMessage, name_stacks
 from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
 from paceline.watch.launcher.ends import RankEnds, is_felt
@@ -58,6 +60,7 @@ class RankWatcher:
         keep_alive: whether a stuck job is left running, for a debugger; `report` then prints the verdict.
         report: prints a verdict that does not end the job.
         has_advice: whether to report what is no mistake by itself, too.
+        request: what each rank is asked for before its script's first line; see `rank.requests`.
     """
 
     entry = "paceline.watch.rank.reporter:begin"
@@ -69,6 +72,7 @@ class RankWatcher:
         keep_alive: bool,
         report: Callable[[WatchMessage], None],
         has_advice: bool = False,
+        request: dict[str, Any] | None = None,
     ) -> None:
         self.final_message: WatchMessage | None = None
         self.other_places = ""
@@ -78,6 +82,7 @@ class RankWatcher:
         self._unwanted: set[str] = set() if has_advice else ADVICE
         self._keep_alive = keep_alive
         self._report = report
+        self._request = request
         self._list_ranks: Callable[[], Sequence[WatchedRank]] = tuple
         self._node_name = socket.gethostname()
         self._sampler = ProcessSampler(self._node_name)
@@ -102,6 +107,8 @@ class RankWatcher:
     def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Start the thread; ranks that start from now on find the socket."""
         self._list_ranks = list_ranks
+        if self._request is not None:
+            write_whole(folder / FIRST, self._request)
         self._listener = Listener(folder / SOCKET)  # Here, so that no rank inherits it.
         self._thread.start()
 

@@ -20,20 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.torch_seams.flight import FlightEntry, Key, Status, read_entries, read_status
 from paceline.torch_seams.watching import BUFFER_SIZES
 from paceline.watch.protocol.report import Call, Frame, Group
 from paceline.watch.protocol.words import own_frames
-from paceline.watch.rank.entries import (
-    FlightEntry,
-    Groups,
-    Key,
-    Status,
-    build_call,
-    count_named,
-    read_entries,
-    read_groups,
-    read_status,
-)
+from paceline.watch.rank.entries import Groups, build_call, count_named, read_groups
 from paceline.watch.rank.operations import Operations, Transfer
 from paceline.watch.rank.threads import resolve
 

@@ -28,7 +28,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
-from paceline.launching.rank.requests import RequestReader
+from paceline.launching.rank.requests import FIRST, RequestReader
 from paceline.launching.watcher import name_account
 from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
@@ -123,6 +123,7 @@ class WatchedProcess:
         self._register_stacks(stacks_path)
         self._guard = MemoryGuard(self._rank, name_account(Path(stacks_path).parent, self._rank))
         self._requests = RequestReader(self._rank, Path(socket_path).parent)
+        self._requests.look(FIRST)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
