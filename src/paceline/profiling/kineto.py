@@ -1,8 +1,7 @@
 """Reads one trace file of torch.profiler (Chrome's JSON format, plain or gzipped) into columns.
 
 Only the arguments of collectives are decoded; all others stay bytes, which makes a file of 100 MB readable in
-a second. The text is read part by part, and only the columns of all events stay in memory. Files come from
-anywhere, so every error in them becomes one PL900.
+a second. Files come from anywhere, so every error in them becomes one PL900.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
-from paceline.profiling.parts import TextTooLongError, decode_parts
 from paceline.profiling.rank.loop import METADATA
 from paceline.profiling.trace import Reducer
 from paceline.reading import open_file
 
-MOST_BYTES = 4 << 30
-"""Text of a trace beyond this is refused: its columns would take some gigabytes of memory."""
+MOST_BYTES = 2 << 30
+"""Text of a trace beyond this is refused: it is decoded as a whole, in about as much memory again."""
 _LARGEST_NS = 4e18
 
 
@@ -156,33 +154,23 @@ def read_trace_file(path: Path) -> TraceFile:
     """
     msgspec = import_msgspec()
     events_type, file_type = _define_structs()
-    columns = _Columns()
-
-    def decode_events(data: bytes) -> Any:
-        try:
-            return msgspec.json.decode(data, type=events_type)
-        except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
-            raise ValueError from error
-
-    def decode_whole(data: bytes) -> Any:
-        if not data.strip():
-            raise trace_error(path, "it is empty")
-        if data.lstrip()[:1] == b"[":
-            return file_type(traceEvents=msgspec.json.decode(data, type=events_type))
-        return msgspec.json.decode(data, type=file_type)
-
     try:
         with ExitStack() as stack:
-            stream = _open(path, stack)
-            table = decode_parts(stream, decode_events, decode_whole, take=columns.add, most_bytes=MOST_BYTES)
-        columns.add(table.traceEvents)
-        return _build(path, table, columns)
+            data = _open(path, stack).read(MOST_BYTES + 1)
+        head = data[:1024].strip()[:1]
+        if not head and not data.strip():
+            raise trace_error(path, "it is empty")
+        if len(data) > MOST_BYTES:
+            raise trace_error(path, f"its text has more than {MOST_BYTES:,} bytes")
+        if head == b"[":
+            table = file_type(traceEvents=msgspec.json.decode(data, type=events_type))
+        else:
+            table = msgspec.json.decode(data, type=file_type)
+        return _build(path, table)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise trace_error(path, _describe(error)) from None
     except MemoryError:
         raise trace_error(path, "its events do not fit into memory") from None
-    except TextTooLongError:
-        raise trace_error(path, f"its text has more than {MOST_BYTES:,} bytes") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise trace_error(path, f"its gzip is damaged ({first_line(error)})") from None
     except OSError as error:
@@ -266,52 +254,33 @@ def _define_structs() -> tuple[Any, Any]:
     return _structs
 
 
-class _Columns:
-    """The events of one file, collected part by part; their text is not kept."""
-
-    def __init__(self) -> None:
-        self.kinds: list[NDArray[np.int8]] = []
-        self.threads: list[NDArray[np.int32]] = []
-        self.times: list[NDArray[np.float64]] = []
-        self.names: list[str] = []
-        self.arguments: dict[int, bytes] = {}
-        self.has_replays = False
-        # One string per name: each event was decoded with its own.
-        self._known: dict[tuple[str, str], tuple[EventKind | None, str]] = {}
-        self._numbers: dict[tuple[object, object], int] = {}
-
-    def add(self, events: Any) -> None:
-        """Add the events of a part."""
-        kinds: list[int] = []
-        threads: list[int] = []
-        times: list[tuple[float, float]] = []
-        before = len(self.names)
-        for event in events:
-            if event.ph != "X":
-                continue
-            key = event.cat, event.name
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = _classify(*key), event.name
-            kind, name = known
-            if kind is None:
-                continue
-            if kind == EventKind.REPLAY:
-                self.has_replays = True
-                continue
-            if kind in (EventKind.COLLECTIVE, EventKind.CALL):
-                self.arguments[before + len(kinds)] = bytes(event.args)
-            kinds.append(kind)
-            threads.append(self._numbers.setdefault((event.pid, event.tid), len(self._numbers)))
-            self.names.append(name)
-            times.append((event.ts, event.dur))
-        self.kinds.append(np.array(kinds, dtype=np.int8))
-        self.threads.append(np.array(threads, dtype=np.int32))
-        self.times.append(np.array(times, dtype=np.float64).reshape(-1, 2))
-
-
-def _build(path: Path, table: Any, columns: _Columns) -> TraceFile:
-    times = np.concatenate(columns.times)
+def _build(path: Path, table: Any) -> TraceFile:
+    kinds: list[int] = []
+    threads: list[int] = []
+    spans: list[tuple[float, float]] = []
+    names: list[str] = []
+    arguments: dict[int, bytes] = {}
+    has_replays = False
+    # One string per name: each event was decoded with its own.
+    known: dict[tuple[str, str], tuple[EventKind | None, str]] = {}
+    numbers: dict[tuple[object, object], int] = {}
+    for event in table.traceEvents:
+        if event.ph != "X":
+            continue
+        key = event.cat, event.name
+        if key not in known:
+            known[key] = _classify(*key), event.name
+        kind, name = known[key]
+        has_replays |= kind == EventKind.REPLAY
+        if kind is None or kind == EventKind.REPLAY:
+            continue
+        if kind in (EventKind.COLLECTIVE, EventKind.CALL):
+            arguments[len(kinds)] = bytes(event.args)
+        kinds.append(kind)
+        threads.append(numbers.setdefault((event.pid, event.tid), len(numbers)))
+        names.append(name)
+        spans.append((event.ts, event.dur))
+    times = np.array(spans, dtype=np.float64).reshape(-1, 2)
     base = table.baseTimeNanoseconds
     with np.errstate(over="ignore", invalid="ignore"):
         sane = np.isfinite(times).all() and (np.abs(times) < _LARGEST_NS / 1e3).all()
@@ -323,18 +292,18 @@ def _build(path: Path, table: Any, columns: _Columns) -> TraceFile:
     rank, world_size = info.get("rank"), info.get("world_size")
     return TraceFile(
         path=path,
-        kinds=np.concatenate(columns.kinds),
+        kinds=np.array(kinds, dtype=np.int8),
         begins_ns=begins,
         ends_ns=begins + np.round(times[:, 1] * 1e3).astype(np.int64),
-        threads=np.concatenate(columns.threads),
-        names=columns.names,
-        arguments=columns.arguments,
+        threads=np.array(threads, dtype=np.int32),
+        names=names,
+        arguments=arguments,
         rank=rank if _is_count(rank) else _rank_of_name(path),
         world_size=world_size if _is_count(world_size) else 0,
         host=recorded.host if recorded is not None else table.host_name,
         groups=_read_groups(info),
         recorded=recorded,
-        has_replays=columns.has_replays,
+        has_replays=has_replays,
     )
 
 
