@@ -280,7 +280,7 @@ def test_a_request_that_is_nonsense_does_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST]
 
 
-@pytest.mark.parametrize("size", [None, "16k"], ids=["torch only logs", "tmpfs"])
+@pytest.mark.parametrize("size", [None, "4k"], ids=["torch only logs", "tmpfs"])
 def test_a_full_disk_leaves_no_part_of_a_trace(
     size: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
