@@ -139,21 +139,6 @@ class OftenReduced(Synchronized):
                 Job.backward(self)
 
 
-class SmallBuckets(Job):
-    """Many buckets of few gradients."""
-
-    setting, value = "bucket_cap_mb", 0.01
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(32, 32) for _ in range(60)], nn.Linear(32, 1))
-
-    def batches(self) -> Iterator[Tensor]:
-        return itertools.repeat(torch.ones(BATCH, 32))
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, bucket_cap_mb=self.value)
-
-
 class OneByOne(Job):
     """Gradients are summed by hand, one after the other."""
 
@@ -313,7 +298,6 @@ CASES: dict[str, type[Job]] = {
         WorkersOfOne,
         Synchronized,
         OftenReduced,
-        SmallBuckets,
         OneByOne,
         Searching,
         Static,

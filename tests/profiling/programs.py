@@ -27,7 +27,7 @@ from paceline.profiling.trace import (
 )
 
 MS = 1_000_000
-SHARED = Reducer(25 << 20, 10, finds_unused=False, unused_bytes=0, is_constant=True)
+SHARED = Reducer(10, finds_unused=False, unused_bytes=0, is_constant=True)
 HERE = "train.py:9 in main"
 
 

@@ -22,7 +22,6 @@ from tests.profiling.programs import (
     Action,
     Busy,
     Issue,
-    Network,
     Program,
     Wait,
     mean_step,
@@ -139,28 +138,6 @@ def test_two_steps_share_a_reduction(num_ranks: int, mib: int, seed: int) -> Non
     check(advice, before, run(joined, num_ranks=num_ranks, seed=seed), samples=2)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.integers(2, 5), st.integers(20, 60), st.floats(0.2, 2.0), st.integers(0, 2**32))
-def test_larger_buckets(num_ranks: int, buckets: int, call_ms: float, seed: int) -> None:
-    def program(number_of: int) -> Program:
-        def step(rank: int, number: int, random: Random) -> Sequence[Action]:
-            size = buckets * 16 * KIB // number_of
-            return take_step(random, backward=[(10 * MS // number_of, size)] * number_of)
-
-        return step
-
-    network = Network(per_call_ns=round(call_ms * MS), per_byte_ns=0.3)
-    small = [Reducer(16 * KIB, 2 * buckets, finds_unused=False, unused_bytes=0, is_constant=True)]
-    before = run(program(buckets), num_ranks=num_ranks, seed=seed, network=network, reducers=small)
-    after = run(program(1), num_ranks=num_ranks, seed=seed, network=network)
-    if mean_step(before) - mean_step(after) < 0.1 * mean_step(before):
-        return
-    advice = advise(before)["PL919"]
-    assert (advice.setting, advice.value) == ("bucket_cap_mb", 25)
-    check(advice, before, after)
-    assert "PL919" not in advise(after)
-
-
 def test_gradients_summed_one_by_one() -> None:
     def program(number_of: int) -> Program:
         def step(rank: int, number: int, random: Random) -> Sequence[Action]:
@@ -189,14 +166,14 @@ def test_the_search_for_unused_parameters(is_used: bool) -> None:
 
         return step
 
-    on = Reducer(25 << 20, 500, finds_unused=True, unused_bytes=0 if is_used else 64, is_constant=True)
+    on = Reducer(500, finds_unused=True, unused_bytes=0 if is_used else 64, is_constant=True)
     before = run(program(is_on=True), reducers=[on])
     advice = advise(before)["PL920"]
     expected = ("find_unused_parameters", False) if is_used else ("static_graph", True)
     assert (advice.setting, advice.value) == expected
     check(advice, before, run(program(is_on=False)))
     # Steps that used different parameters need the search.
-    changing = Reducer(25 << 20, 500, finds_unused=True, unused_bytes=64, is_constant=False)
+    changing = Reducer(500, finds_unused=True, unused_bytes=64, is_constant=False)
     assert "PL920" not in advise(run(program(is_on=True), reducers=[changing]))
     assert "PL920" not in advise(run(program(is_on=False), reducers=[SHARED]))
 

@@ -450,7 +450,7 @@ def test_what_advice_needs_is_recorded(ranks: Any, tmp_path: Path) -> None:
     traces = read_traces([tmp_path])
     for trace in traces:
         (reducer,) = trace.reducers
-        assert reducer == Reducer(3 << 20, 4, finds_unused=True, unused_bytes=0, is_constant=True)
+        assert reducer == Reducer(4, finds_unused=True, unused_bytes=0, is_constant=True)
         assert trace.is_loader_inline
         assert len(trace.searches) == 2 * (len(trace.steps) + 1)  # those of the step that passes too
         assert len(trace.blocked) >= len(trace.steps)

@@ -95,14 +95,12 @@ class Reducer:
     """A DDP module of the rank.
 
     Attributes:
-        bucket_bytes: the most gradients that one bucket takes.
         num_tensors: of its parameters.
         finds_unused: whether it searches the graph for unused parameters before each backward.
         unused_bytes: of the parameters that a backward did not use.
         is_constant: whether all backwards so far used the same parameters.
     """
 
-    bucket_bytes: int
     num_tensors: int
     finds_unused: bool
     unused_bytes: int

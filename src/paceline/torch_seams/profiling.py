@@ -148,7 +148,6 @@ def describe_reducer(torch: Any, module: Any) -> dict[str, Any] | None:
         return None
     facts = module._get_ddp_logging_data()
     return {
-        "bucket_bytes": int(facts["bucket_cap_bytes"]),
         "num_tensors": int(facts["num_parameter_tensors"]),
         "finds_unused": bool(module.find_unused_parameters) and not module.static_graph,
         "unused_bytes": int(facts.get("unused_parameter_size", 0)),

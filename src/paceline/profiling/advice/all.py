@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.profiling.advice.advice import RecordedJob, SettingAdvice
-from paceline.profiling.advice.buckets import advise_buckets, advise_flattening
+from paceline.profiling.advice.flattening import advise_flattening
 from paceline.profiling.advice.lateness import advise_blamed, advise_rarer
 from paceline.profiling.advice.lines import advise_lines
 from paceline.profiling.advice.loader import advise_workers
@@ -18,7 +18,6 @@ from paceline.profiling.trace import RankTrace
 _RULES = (
     advise_workers,
     advise_no_sync,
-    advise_buckets,
     advise_flattening,
     advise_search,
     advise_rarer,

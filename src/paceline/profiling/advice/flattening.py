@@ -1,75 +1,22 @@
-"""PL919: gradients are summed in many small collectives, each as expensive as a large one.
+"""PL922: a line sums gradients tensor by tensor, each time as expensive as one sum of all.
 
-A collective costs a constant time and a time per byte, which are fitted to those recorded. After the last
-gradient, only the last bucket is exposed.
+A collective costs a constant time and a time per byte, which are fitted to those recorded.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
-from paceline.phrases import name_ranks
 from paceline.profiling.advice.advice import MOST_STEPS, RankUse, RecordedJob, SettingAdvice, fit_cost
-from paceline.profiling.trace import BACKWARD, OPTIMIZER, TracedCollective
-from paceline.units import format_bytes, format_seconds
+from paceline.profiling.trace import OPTIMIZER, TracedCollective
+from paceline.units import format_bytes
 
 _SUM = "all_reduce"
-# Those of DDP: the first bucket is smaller, to begin early.
-_FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 _LEAST_CALLS = 8
 """Fewer collectives are no many small ones."""
 _MOST_BYTES = 1 << 20
-
-
-def advise_buckets(recorded: RecordedJob) -> SettingAdvice | None:
-    """Return the advice to have DDP reduce larger buckets."""
-    caps = [reducer.bucket_bytes for use in recorded.uses for reducer in use.trace.reducers]
-    if not caps or max(caps) >= _BUCKET_BYTES:
-        return None
-    gains, counts, sizes = [], [], []
-    for use in recorded.uses:
-        groups = [
-            (
-                [part for part in use.list_parts(*span) if part.operation == _SUM],
-                use.transfer.measure(*span),
-            )
-            for step in use.steps
-            for span in use.list_spans(BACKWARD, step)
-        ]
-        groups = [(parts, exposed) for parts, exposed in groups if _is_many(parts)]
-        if len(groups) < MOST_STEPS * recorded.num_steps:
-            return None
-        per_call, per_byte = _fit(recorded, [parts for parts, _ in groups])
-        gain = 0.0
-        for parts, exposed in groups:
-            total = sum(part.num_bytes or 0 for part in parts)
-            last = min(total, _BUCKET_BYTES)
-            left = per_call + per_byte * last
-            gain += max(0.0, exposed - left)
-            counts.append(len(parts))
-            sizes.append(total)
-        gains.append(gain / len(use.steps))
-    gain = recorded.average(gains)
-    if not recorded.is_much(gain):
-        return None
-    saved, step_ns = recorded.predict(gain)
-    total = round(fmean(sizes))
-    buckets = 1 + math.ceil(max(0, total - _FIRST_BYTES) / _BUCKET_BYTES)
-    return SettingAdvice(
-        "PL919",
-        where=name_ranks(recorded.profile.ranks),
-        setting="bucket_cap_mb",
-        value=_BUCKET_BYTES >> 20,
-        was=round(max(caps) / (1 << 20), 3),
-        saves_ns=saved,
-        step_ns=step_ns,
-        saw=f"a backward reduces {format_bytes(total)} of gradients in {round(fmean(counts))} collectives.",
-        rule=f"Each costs about {format_seconds(per_call / 1e9)}, whatever its size.",
-        fix=f"Leave bucket_cap_mb of DDP at its default, {_BUCKET_BYTES >> 20}: {buckets} of them.",
-    )
 
 
 def advise_flattening(recorded: RecordedJob) -> SettingAdvice | None:
