@@ -1,23 +1,14 @@
-"""Builds frames of a stack, and distinguishes the user's files from those of libraries and of this
-package."""
+"""Builds frames of a stack, and distinguishes those of this package."""
 
 from __future__ import annotations
 
 import linecache
 import os
-from functools import lru_cache
-from pathlib import Path
 
-from paceline.launching.ending import trace
+from paceline.own_code import PACKAGE, is_own
 from paceline.watch.protocol.report import Frame
 
-_WATCH = str(Path(__file__).resolve().parent.parent) + os.sep
-
-
-@lru_cache(maxsize=4096)
-def is_own(path: str) -> bool:
-    """Return whether a file is the user's: outside of Python's and its packages' folders."""
-    return trace.TracebackFrame(path, 0, "", ()).is_own
+_WATCH = os.path.join(PACKAGE, "watch", "")
 
 
 def build_frame(path: str, line: int, function: str) -> Frame:

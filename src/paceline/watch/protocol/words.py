@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
+from paceline.own_code import PACKAGE, is_own
 from paceline.phrases import name_ranks
-from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Call, Frame, Group
 
 # A description lists at most this many different tensors.
 _MANY_TENSORS = 3
 _LABELS = {"", "undefined", "default_pg", "world"}
-_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def pick(ranks: Sequence[int] | frozenset[int], one: str, several: str) -> str:
@@ -110,8 +108,8 @@ def own_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     own = tuple(frame for frame in frames if is_own(frame.file))
     if own:
         return own
-    ours = tuple(frame for frame in frames if frame.file.startswith(_PACKAGE + os.sep))
-    return tuple(f for f in ours if os.path.relpath(f.file, _PACKAGE).split(os.sep)[0] not in _STARTERS)
+    ours = tuple(frame for frame in frames if frame.file.startswith(PACKAGE + os.sep))
+    return tuple(f for f in ours if os.path.relpath(f.file, PACKAGE).split(os.sep)[0] not in _STARTERS)
 
 
 # These packages run the script; no rank is ever stuck in them by itself.

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from paceline.launching.ending.endings import Ending, as_status
-from paceline.watch.protocol.frames import is_own
+from paceline.own_code import is_own
 from paceline.watch.protocol.report import Frame
 from paceline.watch.rank.threads import mark_main_thread, mark_stack, resolve
 

@@ -30,10 +30,10 @@ from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import FIRST, RequestReader
 from paceline.launching.watcher import name_account
+from paceline.own_code import is_own
 from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world, list_reduced_names
-from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import (
     WATCHING_THREAD,
     Beat,

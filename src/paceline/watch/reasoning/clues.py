@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.own_code import is_own
 from paceline.phrases import join, name_ranks
-from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Call, Frame
 from paceline.watch.protocol.words import name_line, own_frames, pick, sequence_of
 from paceline.watch.reasoning.source import LoopInSource, Source, SourceSpot

@@ -27,8 +27,8 @@ from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.stages import FIX, RULE, find_stage_mismatch
 from paceline.watch.reasoning.states import Kind, State, count_transfers, find_states
 from paceline.watch.reasoning.verdict import (
-    ADVICE,
     build_verdict,
+    find_fix,
     list_places,
     name_at,
     name_state,
@@ -241,7 +241,7 @@ def _name_since(waiters: Sequence[State], seen: Seen) -> str:
 
 def _name_fix(code: str, root: State, seen: Seen) -> str:
     process = seen.processes.get(root.rank)
-    fix = ADVICE[code].fix
+    fix = find_fix(code)
     if code == "PL809" and process is not None:
         return f"On {process.node}: {fix.replace('PID', str(process.pid))}"
     if root.kind == "killed":

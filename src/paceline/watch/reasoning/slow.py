@@ -19,6 +19,7 @@ from paceline.watch.protocol.words import name_line, name_place, own_frames, pic
 from paceline.watch.reasoning.activity import find_activity, find_distributed
 from paceline.watch.reasoning.pace import PaceBook, Slow
 from paceline.watch.reasoning.source import Source
+from paceline.watch.reasoning.verdict import build_verdict
 
 # The innermost function with this share of the slow rank's excess is named.
 _ENOUGH = 0.7
@@ -34,7 +35,6 @@ _REST_S = 300.0
 _MOST = 5
 
 _LOADER = re.compile(r"/torch/utils/data/|data_?loader")
-_RULE = "A group is as fast as its slowest rank: a collective completes only when every rank has called it."
 _FIX = "Distribute this work evenly, or do it where no rank waits: in loader workers, or in a thread."
 _FIX_LOADER = (
     "Use more workers for its loader (num_workers, prefetch_factor), faster storage, or samples that cost as "
@@ -221,7 +221,7 @@ def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTim
     what = f"{spot.words}, {time}{theirs}" if spot.words else f"is {_name_here(spot)} {time}{theirs}"
     fix = _FIX_MACHINE if spot.is_everywhere else _FIX_LOADER if spot.is_loader else _FIX
     places = (SharedPlace(ranks, what, spot.frames), *_place_waits(first, waits))
-    return Verdict("PL820", headline, places, _RULE, fix)
+    return build_verdict("PL820", headline, places, fix=fix)
 
 
 def _name_here(spot: SlowSpot) -> str:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from paceline.torch_seams.flight import read_entries
 from paceline.torch_seams.observing import read_default_group
 from paceline.torch_seams.watching import BUFFER_SIZES
-from paceline.watch.rank.entries import read_entries
 from paceline.watch.rank.sentinels.numbers import Sample
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.threads import Mark
