@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from paceline.watch.launcher.nodes import EVERY_S, Others
 from paceline.watch.protocol.report import Call, Seen, Verdict
@@ -20,20 +19,6 @@ _READ_S = 2.5 * EVERY_S
 _ANSWERED_S = 4 * EVERY_S
 # Nodes choose the next multiple of this, so that they choose the same instant without communicating.
 _ROUND_S = 8.0
-
-
-class NodeSuspicion(NamedTuple):
-    """The part of a node's suspicion that the other nodes need.
-
-    Attributes:
-        prints: of this node's ranks' latest calls.
-        asks_at_s: when the ranks are asked, in seconds since 1970; 0 without a suspicion.
-        suspected: what the ranks answered.
-    """
-
-    prints: Prints
-    asks_at_s: float
-    suspected: Seen | None
 
 
 class Suspicion:
@@ -49,10 +34,10 @@ class Suspicion:
         self._comparison.note_calls(rank, calls)
 
     @property
-    def state(self) -> NodeSuspicion:
-        """The state that the other nodes need."""
+    def state(self) -> tuple[Prints, float, Seen | None]:
+        """The state that the other nodes need: `prints`, `asks_at_s` and `suspected` of `NodeState`."""
         seen = None if self._seen is None else strip(self._seen)
-        return NodeSuspicion(self._comparison.read_prints(), self._asks_at_s, seen)
+        return self._comparison.read_prints(), self._asks_at_s, seen
 
     def judge(
         self,

@@ -328,24 +328,18 @@ class WatchedProcess:
                 guard.next_s = time.monotonic() + _BEAT_S
 
     def _make_report(self, *, is_full: bool) -> Report:
-        groups: dict[str, Group] = {}
-        calls: tuple[Call, ...] = ()
         num_named, made_at = 0, dict[str, Frame]()
         with self._work:
+            is_known = not self._is_over and _has_groups()
+            groups, calls = self._read_calls(is_known, is_full=is_full)
             with suppress(Exception):
-                if not self._is_over and _has_groups():
-                    groups, calls = self._recorder.read_calls(is_full=is_full)
+                if is_known:
                     num_named, made_at = self._recorder.read_names()
             stacks = read_stacks()
             phase = self._find_phase(mark_main_thread())
             meets, joins_as = find_meeting()
         return Report(
-            self._rank,
-            time.time(),
-            phase,
-            groups,
-            calls,
-            stacks,
+            *(self._rank, time.time(), phase, groups, calls, stacks),
             meets=meets,
             joins_as=joins_as,
             num_microbatches=find_microbatches(),
@@ -358,27 +352,27 @@ class WatchedProcess:
     def _make_closing_report(self) -> Report:
         """Return a report of all recorded calls, destroyed groups included, for a comparison after a normal
         end."""
-        groups: dict[str, Group] = {}
-        calls: tuple[Call, ...] = ()
-        with self._work, suppress(Exception):
-            if not self._is_over and _C10D in sys.modules:
-                groups, calls = self._recorder.read_calls(is_full=True, has_destroyed=True)
+        with self._work:
+            is_known = not self._is_over and _C10D in sys.modules
+            groups, calls = self._read_calls(is_known, is_full=True, has_destroyed=True)
         return Report(self._rank, time.time(), "leaving", groups, calls, ())
 
     def _make_last_report(self, last: Ending, frames: tuple[Frame, ...]) -> Report:
-        groups: dict[str, Group] = {}
-        calls: tuple[Call, ...] = ()
         # With a limit: the thread that holds it may be what ends the process.
-        if self._work.acquire(timeout=_REST_S):
-            try:
-                # Also if the script has destroyed its groups by now.
-                with suppress(Exception):
-                    if _C10D in sys.modules:
-                        groups, calls = self._recorder.read_calls()
-            finally:
-                self._work.release()
+        has_lock = self._work.acquire(timeout=_REST_S)
+        # Also if the script has destroyed its groups by now.
+        groups, calls = self._read_calls(has_lock and _C10D in sys.modules)
+        if has_lock:
+            self._work.release()
         stacks = (Stack("MainThread", frames),)
         return Report(self._rank, time.time(), "leaving", groups, calls, stacks, last)
+
+    def _read_calls(self, is_known: bool, **which: bool) -> tuple[dict[str, Group], tuple[Call, ...]]:
+        """Return the groups and their calls; none if torch has changed what is read."""
+        with suppress(Exception):
+            if is_known:
+                return self._recorder.read_calls(**which)
+        return {}, ()
 
     def _find_phase(self, stack: tuple[Mark, ...]) -> Phase:
         if not threading.main_thread().is_alive():

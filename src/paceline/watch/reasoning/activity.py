@@ -17,88 +17,78 @@ class Activity:
 
     Attributes:
         words: to follow "it": `is asleep in time.sleep`.
-        short: for a page's fix, such as `the loader`.
     """
 
     words: str
-    short: str
+
+    @property
+    def short(self) -> str:
+        """The noun for a page's fix, such as `the data loader`."""
+        words = self.words.replace("compiles", "compiler")
+        return f"the {next(noun for noun in _NOUNS if noun in words)}"
 
 
-# Patterns for the innermost frames, in order of precedence: of the file, its functions (empty: any), and the
-# meaning. The loader comes first, because it waits in queues and pipes itself.
-_BY_FRAME: tuple[tuple[str, frozenset[str], Activity], ...] = (
-    (
-        r"/torch/utils/data/",
-        frozenset(),
-        Activity("waits for the data loader", "the data loader"),
-    ),
-    (
-        r"/torch/_(inductor|dynamo|functorch)/",
-        frozenset(),
-        Activity("compiles (torch.compile)", "the compiler"),
-    ),
+# For the innermost frames, in order of precedence: a pattern of the file, its functions (empty: any), and
+# what the thread does. The loader comes first, because it waits in queues and pipes itself.
+_BY_FRAME: tuple[tuple[str, str, str], ...] = (
+    (r"/torch/utils/data/", "", "waits for the data loader"),
+    (r"/torch/_(inductor|dynamo|functorch)/", "", "compiles (torch.compile)"),
     (
         r"/subprocess\.py$",
-        frozenset({"wait", "_wait", "_try_wait", "communicate", "_communicate", "run", "call"}),
-        Activity("waits for a program that it has started (subprocess)", "the program"),
+        "wait _wait _try_wait communicate _communicate run call",
+        "waits for a program that it has started (subprocess)",
     ),
-    (
-        r"/queue\.py$|/multiprocessing/queues\.py$",
-        frozenset({"get", "put", "join"}),
-        Activity("waits for a queue", "the queue"),
-    ),
+    (r"/queue\.py$|/multiprocessing/queues\.py$", "get put join", "waits for a queue"),
     (
         r"/multiprocessing/(process|popen_\w+|pool)\.py$",
-        frozenset({"join", "wait", "poll", "get"}),
-        Activity("waits for a process that it has started", "the process"),
+        "join wait poll get",
+        "waits for a process that it has started",
     ),
-    (
-        r"/concurrent/futures/",
-        frozenset({"result", "wait", "as_completed", "shutdown"}),
-        Activity("waits for a task of an executor", "the task"),
-    ),
+    (r"/concurrent/futures/", "result wait as_completed shutdown", "waits for a task of an executor"),
     (
         r"/(http/client|urllib/request|ssl|socket|socketserver)\.py$|/(urllib3|requests|httpx|botocore|aiohttp)/",
-        frozenset(),
-        Activity("waits for the network", "the network"),
+        "",
+        "waits for the network",
     ),
-    (
-        r"/threading\.py$",
-        frozenset({"join", "_wait_for_tstate_lock", "_shutdown", "_join"}),
-        Activity("waits for a thread to end", "the thread"),
-    ),
-    (
-        r"/threading\.py$",
-        frozenset({"wait", "acquire", "wait_for", "__enter__"}),
-        Activity("waits for a lock or an event", "the lock"),
-    ),
+    (r"/threading\.py$", "join _wait_for_tstate_lock _shutdown _join", "waits for a thread to end"),
+    (r"/threading\.py$", "wait acquire wait_for __enter__", "waits for a lock or an event"),
     (
         r"/(multiprocessing/synchronize|filelock/\S+|fasteners/\S+|portalocker/\S+)\.py$",
-        frozenset(),
-        Activity("waits for a lock", "the lock"),
+        "",
+        "waits for a lock",
     ),
-    (
-        r"/multiprocessing/connection\.py$",
-        frozenset(),
-        Activity("waits for a pipe from another process", "the pipe"),
-    ),
-    (r"/selectors\.py$|/asyncio/", frozenset(), Activity("waits for a file or a socket", "the socket")),
-    (r"/(pdb|bdb)\.py$", frozenset(), Activity("is in the debugger (pdb)", "the debugger")),
+    (r"/multiprocessing/connection\.py$", "", "waits for a pipe from another process"),
+    (r"/selectors\.py$|/asyncio/", "", "waits for a file or a socket"),
+    (r"/(pdb|bdb)\.py$", "", "is in the debugger (pdb)"),
 )
 # C functions have no frame: only the text of the line that calls them shows them. For innermost frames.
-_BY_TEXT: tuple[tuple[str, Activity], ...] = (
-    (
-        r"\b(time|_time|trio|gevent)\.sleep\(|(?<![\w.])sleep\(",
-        Activity("is asleep in time.sleep", "the sleep"),
+_BY_TEXT: tuple[tuple[str, str], ...] = (
+    (r"\b(time|_time|trio|gevent)\.sleep\(|(?<![\w.])sleep\(", "is asleep in time.sleep"),
+    (r"\bsleep\(", "is asleep"),
+    (r"\binput\(|\bgetpass\(", "waits for input"),
+    (r"\.acquire\(|^(async )?with .*lock", "waits for a lock"),
+    (r"\bflock\(|\blockf\(", "waits for a file's lock"),
+    (r"\bos\.(system|popen|wait\w*)\(", "waits for a program that it has started"),
+    (r"\b(select|poll)\(|signal\.(pause|sigwait)\(", "waits for an event"),
+    (r"\.(recv|recv_into|accept|connect)\(", "waits for a socket"),
+    (r"\.get\(\)|\.get\((block|timeout)", "waits for a queue"),
+)
+# The noun for a page's fix is the first of these that occurs in the words.
+_NOUNS = (
+    *(
+        "data loader",
+        "compiler",
+        "sleep",
+        "program",
+        "queue",
+        "pipe",
+        "process",
+        "task",
+        "network",
+        "thread",
+        "lock",
     ),
-    (r"\bsleep\(", Activity("is asleep", "the sleep")),
-    (r"\binput\(|\bgetpass\(", Activity("waits for input", "the input")),
-    (r"\.acquire\(|^(async )?with .*lock", Activity("waits for a lock", "the lock")),
-    (r"\bflock\(|\blockf\(", Activity("waits for a file's lock", "the lock")),
-    (r"\bos\.(system|popen|wait\w*)\(", Activity("waits for a program that it has started", "the program")),
-    (r"\b(select|poll)\(|signal\.(pause|sigwait)\(", Activity("waits for an event", "the event")),
-    (r"\.(recv|recv_into|accept|connect)\(", Activity("waits for a socket", "the socket")),
-    (r"\.get\(\)|\.get\((block|timeout)", Activity("waits for a queue", "the queue")),
+    *("socket", "debugger", "input", "event"),
 )
 # Such a line copies a GPU's numbers to Python, and so waits for the collectives before it.
 _SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|wait|to|result)\(|\bprint\(|\bfloat\(")
@@ -123,17 +113,17 @@ def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
         return None
     innermost = frames[0]
     text = innermost.text or source.line(innermost.file, innermost.line)
-    asleep = next((activity for pattern, activity in _BY_TEXT if re.search(pattern, text)), None)
+    asleep = next((Activity(words) for pattern, words in _BY_TEXT if re.search(pattern, text)), None)
     is_users = own_frames(frames)[:1] == (innermost,)
     if asleep is not None and is_users:
         return asleep
     # Frames of a library count up to the first one of the user's.
-    for pattern, functions, activity in _BY_FRAME:
+    for pattern, functions, words in _BY_FRAME:
         for frame in frames[:_INNERMOST]:
             if own_frames((frame,)):
                 break
-            if re.search(pattern, frame.file) and (not functions or frame.function in functions):
-                return activity
+            if re.search(pattern, frame.file) and (not functions or frame.function in functions.split()):
+                return Activity(words)
     return asleep
 
 
