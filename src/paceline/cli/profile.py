@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,7 @@ _COMPARE = """
 Compares two recordings, for example of before and after a change: step time, phases and communication, each
 with the interval of the difference.
 """
-_RUNNING_DESCRIPTION = """
-Records steps of a job that already runs under `paceline run` or `paceline train`, and reports where their
-time goes. The job goes on as before. If it has several nodes, run the command with the same --from on each.
-"""
-_SCRIPT, _RUNNING = "script", "running"
+_SCRIPT = "script"
 # The first step that can be recorded: one must end before, and one passes.
 _LEAST_FROM = 3
 _TRACES = "a trace of a rank (.json or .json.gz), or a folder of such files"
@@ -42,9 +36,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "profile",
         help="find out where the time of a step goes, and who waits",
         description=_DESCRIPTION,
-        usage="%(prog)s [flags] SCRIPT [ARGS] | --pid PID [flags] | read TRACE... | compare BEFORE AFTER",
-        epilog=f"`paceline profile {_SCRIPT} --help` lists the flags that come before a script, "
-        f"`paceline profile {_RUNNING} --help` those for a running job.",
+        usage="%(prog)s [flags] SCRIPT [ARGS] | read TRACE... | compare BEFORE AFTER",
+        epilog=f"`paceline profile {_SCRIPT} --help` lists the flags that come before a script.",
     )
     # argparse would put the usage before the names of the commands.
     kinds = parser.add_subparsers(
@@ -69,7 +62,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     compare.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     compare.set_defaults(run=run_comparison)
     _add_script(kinds)
-    _add_running(kinds)
     _accept_scripts(parser, tuple(kinds.choices))
 
 
@@ -77,8 +69,8 @@ def _say_what_to_type(args: argparse.Namespace) -> int:
     raise PacelineError(
         "PL600",
         saw="nothing to profile was named.",
-        rule="It records a script that it starts, a job that runs, or reads traces that exist.",
-        fix="Type `paceline profile SCRIPT`, `paceline profile --pid PID` or `paceline profile read TRACE`.",
+        rule="It records a script that it starts, or reads traces that exist.",
+        fix="Type `paceline profile SCRIPT` or `paceline profile read TRACE`.",
     )
 
 
@@ -88,7 +80,7 @@ def _add_script(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     script = kinds.add_parser(_SCRIPT, description=_DESCRIPTION)
     script.prog = script.prog.removesuffix(f" {_SCRIPT}")
     ours = add_run_flags(script)
-    _add_recording_flags(ours, "default 7")
+    _add_recording_flags(ours)
     ours.add_argument(
         "--every",
         type=int,
@@ -98,22 +90,7 @@ def _add_script(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     script.set_defaults(run=run_script)
 
 
-def _add_running(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    running = kinds.add_parser(_RUNNING, description=_RUNNING_DESCRIPTION)
-    running.prog = running.prog.removesuffix(f" {_RUNNING}")
-    running.add_argument(
-        "--pid",
-        type=int,
-        required=True,
-        metavar="PID",
-        help="the process number of the job's launcher, or of one of its ranks on this node",
-    )
-    _add_recording_flags(running, "default: the next one that all ranks can begin with")
-    running.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    running.set_defaults(run=run_running)
-
-
-def _add_recording_flags(ours: argparse._ActionsContainer, first: str) -> None:
+def _add_recording_flags(ours: argparse._ActionsContainer) -> None:
     ours.add_argument(
         "--out",
         type=Path,
@@ -125,7 +102,7 @@ def _add_recording_flags(ours: argparse._ActionsContainer, first: str) -> None:
         type=int,
         dest="first",
         metavar="STEP",
-        help=f"the first optimizer step to record ({first})",
+        help="the first optimizer step to record (default 7)",
     )
     ours.add_argument("--steps", type=int, metavar="N", help="optimizer steps to record (default 20)")
     ours.add_argument(
@@ -139,7 +116,7 @@ def _accept_scripts(parser: argparse.ArgumentParser, commands: Sequence[str]) ->
 
     def parse_script(words: Any = None, namespace: Any = None) -> Any:
         if words and words[0] not in (*commands, "-h", "--help"):
-            words = [_RUNNING if words[0].startswith("--pid") else _SCRIPT, *words]
+            words = [_SCRIPT, *words]
         return parse(words, namespace)
 
     vars(parser)["parse_known_args"] = parse_script
@@ -199,35 +176,6 @@ def run_script(args: argparse.Namespace) -> int:
     args.profile_after = None if args.first is None else args.first - 2
     args.profile_steps, args.profile_every = args.steps, args.every
     return run_ranks(args)
-
-
-def run_running(args: argparse.Namespace) -> int:
-    """Record a job that runs, and report; return 1 if something costs time that can be saved.
-
-    Raises:
-        PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL907 if nothing
-            was recorded, PL915 if there is no such job, PL916 if its ranks cannot record.
-    """
-    from paceline.cli.profiling import choose_steps, report_recording
-    from paceline.profiling.kineto import import_msgspec
-    from paceline.profiling.launcher import prepare_folder
-    from paceline.profiling.rank.recorder import RecordSettings
-    from paceline.profiling.running import RunningJob, find_job
-
-    _check_first(args.first)
-    import_msgspec()
-    steps = choose_steps(args.steps)
-    job = find_job(args.pid)
-    args.profile, args.profile_after = prepare_folder(args.out or _find_folder()), None
-    settings = RecordSettings(str(args.profile), 1, steps)
-    try:
-        RunningJob(job, settings, lambda line: print(f"paceline: {line}", file=sys.stderr)).record(args.first)
-    finally:
-        with suppress(OSError):
-            args.profile.rmdir()  # if nothing was recorded
-    text, table, has_findings = report_recording(args)
-    print(json.dumps(table) if args.json else text)
-    return 1 if has_findings else 0
 
 
 def _check_first(first: int | None) -> None:

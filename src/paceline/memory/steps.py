@@ -1,6 +1,6 @@
 """StepMemory notes the resident memory at the end of each optimizer step: two system calls per step.
 
-Others may follow the steps: a recording that is asked for while the script runs.
+Others may follow the steps: recordings and timers.
 
 If the address space is limited (`ulimit -v`), it also reserves some of it, so that there is room for an
 account once the script has used up the rest. The reserve is never touched, so it takes no memory.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launching.rank.requests import ENTRY
-from paceline.profiling.rank.asked import RECORD
-from paceline.profiling.rank.recorder import RecordSettings
+from paceline.profiling.rank.recorder import RECORD, RecordSettings
 
 PATTERN = "rank-*.json"
 FAILURES = "rank-*.failed"
@@ -51,5 +49,4 @@ def _folder_error(path: Path, reason: str) -> PacelineError:
 
 def build_request(settings: RecordSettings) -> dict[str, Any]:
     """Return what the launcher asks its ranks for, so that they record; the folder exists."""
-    # A recording of a running job is refused while this one is repeated.
-    return {ENTRY: RECORD, "asker": os.getpid() if settings.every else None, "settings": asdict(settings)}
+    return {ENTRY: RECORD, "settings": asdict(settings)}

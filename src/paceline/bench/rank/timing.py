@@ -30,8 +30,7 @@ from paceline.bench.rank.replicas import Replicas
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import write_whole
 from paceline.memory.steps import STEPS
-from paceline.profiling.rank.asked import keep_more_calls
-from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
+from paceline.profiling.rank.recorder import RecordSettings, StepRecorder, keep_more_calls
 
 ENTRY = "paceline.bench.rank.timing:begin"
 """Called in each rank; see `launching.rank.requests`."""
@@ -391,7 +390,7 @@ class _Done:
         return True
 
 
-def begin(rank: int, folder: Path, table: dict[str, Any]) -> None:
+def begin(rank: int, table: dict[str, Any]) -> None:
     """Start the timer, as a request of the launcher says."""
     settings = TimeSettings(**{**table["settings"], "modes": tuple(table["settings"]["modes"])})
     if settings.record_steps:

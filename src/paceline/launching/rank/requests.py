@@ -1,8 +1,7 @@
-"""Passes a request on that the launcher, or somebody while the job runs, leaves in a launcher's folder.
+"""Passes on what the launcher asks its ranks for beside running their script.
 
-A request is a file that names the function to call. A rank looks for the launcher's before its script's first
-line, and the thread that watches the rank for the other one once per second. The folder belongs to the job's
-user and to nobody else.
+A request is a file in the launcher's folder, which belongs to the job's user and to nobody else. It names the
+function to call before the script's first line.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FIRST, REQUEST = "first-request.json", "request.json"
+REQUEST = "request.json"
 ENTRY = "entry"
-"""The request's key for `module:function`; it is called with the rank, the folder and the whole request."""
+"""The request's key for `module:function`; it is called with the rank and the whole request."""
 
 
 def write_whole(path: Path, table: dict[str, Any]) -> None:
@@ -35,25 +34,10 @@ def read_table(path: Path) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-class RequestReader:
-    """The look for requests, in a rank.
-
-    Args:
-        rank: global.
-        folder: the launcher's.
-    """
-
-    def __init__(self, rank: int, folder: Path) -> None:
-        self._rank = rank
-        self._folder = str(folder)
-
-    def look(self, name: str = REQUEST) -> None:
-        """Call what a request names, if there is one; call it every second."""
-        path = f"{self._folder}/{name}"
-        if not os.access(path, os.F_OK):
-            return
-        with suppress(Exception):  # the script goes on, whatever was asked for
-            table = read_table(Path(path))
-            if table is not None:
-                module, _, function = str(table[ENTRY]).partition(":")
-                getattr(importlib.import_module(module), function)(self._rank, Path(self._folder), table)
+def follow_request(rank: int, folder: Path) -> None:
+    """Call what the launcher's request names, if there is one; the script goes on, whatever was asked for."""
+    table = read_table(folder / REQUEST)
+    if table is not None:
+        with suppress(Exception):
+            module, _, function = str(table[ENTRY]).partition(":")
+            getattr(importlib.import_module(module), function)(rank, table)

@@ -27,15 +27,18 @@ from types import FrameType
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launching.rank.import_hook import when_imported
 from paceline.memory.steps import STEPS, StepMemory
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recording import Recording
+from paceline.torch_seams.watching import BUFFER_SIZES
 
 log = logging.getLogger(__name__)
 
-PASSING = 2
-"""The steps from the one before a recording to its first one: one passes, since ranks start at different
-times."""
+RECORD = "paceline.profiling.rank.recorder:record"
+"""Called in each rank; see `launching.rank.requests`."""
+# The entries of torch's Flight Recorder: those of some steps of FSDP over 80 layers.
+_BUFFER_SIZE = "8000"
 _KEY = "paceline/profile/clock"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
@@ -88,12 +91,11 @@ class StepRecorder:
         self._server: ClockServer | None = None
         self._signal: Any = None
         self._pid = os.getpid()
-        self._is_cancelled = False
         self.is_done = False
         self.failure = ""
 
     def install(self, torch: Any) -> None:
-        """Record from now on; in any thread, once torch has been imported."""
+        """Record from now on, once torch has been imported."""
         self._torch = torch
         self._steps.install(torch)
         self._steps.follow(self._end_step)
@@ -102,10 +104,6 @@ class StepRecorder:
         util: Any = sys.modules.get("multiprocessing.util")  # not imported before the script does
         if util is not None:
             util.Finalize(None, self.finish, exitpriority=0)
-
-    def cancel(self) -> None:
-        """Record no more, and write nothing; in any thread. What has begun ends with the step."""
-        self._is_cancelled = True
 
     def finish(self) -> None:
         """Write what has been recorded, if anything; later calls do nothing."""
@@ -130,15 +128,10 @@ class StepRecorder:
             return
         self._number = number
         now, recording = time.time_ns(), self._recording
-        if self._is_cancelled:
-            self._cancel()
-            return
         if recording is None:
             self._before.append(now - self._last_ns)
             if self._number == self._first:
                 self._guard(self._start)
-            elif number > self._first:
-                self._guard(self._miss)
         elif recording.is_complete:
             self._complete()
         elif self._number == self._first + 1:
@@ -146,15 +139,6 @@ class StepRecorder:
         else:
             recording.add(self._number, self._last_ns, now)
         self._last_ns = time.time_ns()
-
-    def _cancel(self) -> None:
-        if self._recording is not None:
-            self._recording.abandon()
-            self._recording = None
-        self.finish()
-
-    def _miss(self) -> None:
-        raise RuntimeError(f"step {self._first} had ended already")
 
     def _on_forward(self) -> None:
         """End the recording: not in the last optimizer's step, whose span is open until it returns."""
@@ -258,6 +242,18 @@ class StepRecorder:
         # Rank 0 is on the node whose address all ranks have.
         self._address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(port)
         return measure_clock(self._address)
+
+
+def record(rank: int, table: dict[str, Any]) -> None:
+    """Record what the launcher asks for, once the script imports torch; called before its first line."""
+    keep_more_calls()
+    when_imported("torch", StepRecorder(rank, RecordSettings(**table["settings"])).install)
+
+
+def keep_more_calls() -> None:
+    """Have torch's Flight Recorder keep the collectives of a recording; call it before the first group."""
+    if not any(name in os.environ for name in BUFFER_SIZES):
+        os.environ[BUFFER_SIZES[0]] = _BUFFER_SIZE
 
 
 def failure_error(rank: str, reason: str) -> PacelineError:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.launching.rank.requests import FIRST, write_whole
+from paceline.launching.rank.requests import REQUEST, write_whole
 from paceline.launching.watcher import SOCKET, WatchedRank, WatchMessage, name_stacks
 from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
 from paceline.watch.launcher.ends import RankEnds, is_felt
@@ -108,7 +108,7 @@ class RankWatcher:
         """Start the thread; ranks that start from now on find the socket."""
         self._list_ranks = list_ranks
         if self._request is not None:
-            write_whole(folder / FIRST, self._request)
+            write_whole(folder / REQUEST, self._request)
         self._listener = Listener(folder / SOCKET)  # Here, so that no rank inherits it.
         self._thread.start()
 

@@ -28,7 +28,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
-from paceline.launching.rank.requests import FIRST, RequestReader
+from paceline.launching.rank.requests import follow_request
 from paceline.launching.watcher import name_account
 from paceline.own_code import is_own
 from paceline.phrases import join
@@ -100,7 +100,6 @@ class WatchedProcess:
         self._sentinels = Sentinels(self._gradients, lambda: self.operations.count_transfers().total())
         self._sampler = Sampler(time.monotonic())
         self._guard: MemoryGuard | None = None
-        self._requests: RequestReader | None = None
         self._has_begun = False
         self._is_leaving = False
         self._is_over = False
@@ -122,8 +121,7 @@ class WatchedProcess:
         """Start the thread, if the launcher listens."""
         self._register_stacks(stacks_path)
         self._guard = MemoryGuard(self._rank, name_account(Path(stacks_path).parent, self._rank))
-        self._requests = RequestReader(self._rank, Path(socket_path).parent)
-        self._requests.look(FIRST)
+        follow_request(self._rank, Path(socket_path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
@@ -236,9 +234,6 @@ class WatchedProcess:
                 self._send(pack(self._make_beat()))
                 # Do not make up for the beats that a stopped process has missed.
                 next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
-                if self._requests is not None:
-                    with self._work:
-                        self._requests.look()
             if now_s >= self._sampler.next_s:
                 self._sample()
             assert self._guard is not None
