@@ -15,6 +15,7 @@ EXAMPLES = {
     "checkpoint hash": "checkpoint hash runs/gpt-stdlib",
     "checkpoint export": "checkpoint export runs/gpt-stdlib model.safetensors",
     "bench": "bench scaling recipes/gpt-stdlib.toml --nproc 2",
+    "bench dp": "bench dp recipes/gpt-stdlib.toml --nproc 2",
     "bench scaling": "bench scaling recipes/gpt-stdlib.toml --nproc 2",
     "bench overhead": "bench overhead recipes/gpt-stdlib.toml --nproc 2",
     "bench buckets": "bench buckets recipes/gpt-stdlib.toml --nproc 2",
