@@ -12,6 +12,7 @@ import pytest
 
 from paceline.cli import plan
 from paceline.errors import PacelineError
+from paceline.plan.cluster import list_processors
 
 LLAMA = """
 [model]
@@ -271,3 +272,27 @@ def test_a_recording_of_one_rank_is_refused_and_one_of_two_is_projected(
     with pytest.raises(PacelineError) as found:
         read_step(alone, tmp_path)
     assert found.value.code == "PL940"
+
+
+def test_what_a_plan_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes/gpt-stdlib.toml", "--cluster", "2 H100-80") == 0
+    assert "the exact reduction is planned as two sums" in capsys.readouterr().out
+
+
+def test_a_plan_without_a_cluster_is_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PacelineError) as found:
+        run(llama)
+    assert found.value.code == "PL930"
+
+
+def test_wider_numbers_are_never_computed_faster(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in list_processors():
+        times = []
+        for dtype in ("bf16", "fp32", "fp64"):
+            words = (llama, "--set", f"train.dtype={dtype}", "--cluster", f"8 {name}", "--memory", 4000)
+            table = as_table(capsys, *words, "--layout", "dp_replicate=8")
+            times.append(table["fitting"][0]["terms_s"]["compute"])  # type: ignore[index]
+        assert times == sorted(times), name

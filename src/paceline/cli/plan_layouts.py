@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.recipe import Rules
 
 NAME = "layouts"
+_FILE = "cluster.toml"
 _MOST_FALLEN = 8
 _DESCRIPTION = """
 Computes the memory and the step time of every legal layout of a model on a cluster that may not exist yet.
@@ -38,7 +39,7 @@ def add_layouts(kinds: Any) -> None:
     parser.add_argument(
         "--cluster",
         metavar="WORDS|FILE",
-        default="cluster.toml",
+        default=_FILE,
         help='for example "8 nodes of 8 H100-80, 400 Gbit/s", or the .toml file of `paceline probe` '
         "(default cluster.toml)",
     )
@@ -92,6 +93,13 @@ def run(args: argparse.Namespace) -> int:
     from paceline.plan.search import check_ranks, plan_one, search
 
     fit = load_constants()
+    if args.cluster == _FILE and not Path(_FILE).exists():
+        raise PacelineError(
+            "PL930",
+            saw=f"no --cluster, and no {_FILE} in the working folder.",
+            rule="A plan is for a cluster: described in words, or measured.",
+            fix='Write for example --cluster "8 nodes of 8 H100-80", or measure one: paceline probe.',
+        )
     cluster = read_cluster(args.cluster, fit.links)
     if args.nproc is not None:
         cluster = check_ranks(cluster, args.nproc)
@@ -197,7 +205,7 @@ def describe(
         f"per step, {costs.microbatch} per microbatch"
     )
     yield f"{cluster} = {cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
-    yield from (f"  {remark}" for remark in cluster.remarks)
+    yield from (f"  {remark}" for remark in (*cluster.remarks, *costs.remarks))
     if calibration is not None:
         yield from calibration.describe()
     yield f"{found.num_legal} of {found.num_candidates} layouts are legal"
@@ -329,6 +337,7 @@ def as_table(found: Plan, calibration: Calibration | None) -> dict[str, Any]:
         )
     return {
         "cluster": str(found.cluster),
+        "remarks": (*found.cluster.remarks, *found.costs.remarks),
         "ranks": found.cluster.num_ranks,
         "legal": found.num_legal,
         "fitting": rows,

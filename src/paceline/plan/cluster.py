@@ -51,8 +51,7 @@ class Processor:
 
     Attributes:
         name: of the processor.
-        flops: peak operations per second by bytes of a number: 1, 2, 4, 8; where one is missing, the next
-            wider counts.
+        flops: peak operations per second by bytes of a number; see `find_flops`.
         best: share of the peak that the best shape of a product reached.
         memory_bytes: of one rank.
         memory_bytes_per_s: read and written.
@@ -76,8 +75,11 @@ class Processor:
         return self.name.startswith("cpu")
 
     def find_flops(self, num_bytes: int) -> float:
-        """Return the peak for numbers of so many bytes."""
-        return next(self.flops[size] for size in (num_bytes, 2, 4, 8, 1) if size in self.flops)
+        """Return the peak for numbers of so many bytes; of narrower ones that are missing, the next wider
+        one's, and of wider ones a part of the widest one's."""
+        wider = [size for size in sorted(self.flops) if size >= num_bytes]
+        widest = max(self.flops)
+        return self.flops[wider[0]] if wider else self.flops[widest] * widest / num_bytes
 
 
 @dataclass(frozen=True)

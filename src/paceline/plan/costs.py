@@ -137,6 +137,7 @@ class ModelCosts:
             torchtitan.
         is_transformer: as all published runs behind the interval are.
         factor: of all times, from a measured run.
+        remarks: what a plan leaves out.
     """
 
     name: str
@@ -159,6 +160,7 @@ class ModelCosts:
     selective_again: float = 0.0
     is_transformer: bool = True
     factor: float = 1.0
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def parts(self) -> tuple[ModelPart, ...]:

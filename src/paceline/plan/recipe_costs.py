@@ -65,9 +65,20 @@ def of_recipe(recipe: Recipe, vocab_size: int | None = None) -> ModelCosts:
         prefetch=recipe.shard.prefetch,
         copies_weights=narrow and recipe.shard.param_dtype == "none",
         eager=not train.compile,
+        remarks=tuple(_list_remarks(recipe)),
         is_transformer=not isinstance(recipe.model, ResnetModel),
         experts=recipe.model.experts if isinstance(recipe.model, MoeModel) else 0,
     )
+
+
+def _list_remarks(recipe: Recipe) -> Iterator[str]:
+    if recipe.compress.kind != "none":
+        kind = recipe.compress.kind
+        yield f"compress.kind={kind} is planned as whole gradients: sums take less time, and memory more"
+    if recipe.train.reduction == "exact":
+        yield "the exact reduction is planned as two sums; no published run has it"
+    if recipe.optimizer.kind == "muon":
+        yield "muon's products are not planned: its update takes longer"
 
 
 def find_vocab(recipe: Recipe, vocab_size: int | None) -> int | None:
