@@ -75,3 +75,10 @@ def test_a_recipe_is_timed_like_a_script_and_writes_nothing(
     alone = Measured(recipe=recipe).run(1, 1, TimeSettings(3, 3, 1, threads=2))
     assert alone.samples == 6
     assert alone.ranks[0].moved_bytes > 2 * alone.ranks[0].gradient_bytes
+
+
+def test_what_a_script_fails_of_is_said_in_words() -> None:
+    failing = Measured(words=(SCRIPT, "--no-such-flag"))
+    with pytest.raises(PacelineError, match=r"(?s)rank 0 exited with code 2.*PL955") as caught:
+        failing.run(1, 1, TimeSettings(1, 1, 1))
+    assert '"error"' not in str(caught.value)
