@@ -46,7 +46,8 @@ env-bench:
 	@$(PYTHON) tools/build_env.py .venv-bench requirements.lock requirements-bench.lock
 
 train: env
-	.venv/bin/paceline train recipes/gpt-stdlib.toml --nproc 2 --scaling $(ARGS)
+	.venv/bin/paceline train recipes/gpt-stdlib.toml --nproc 2 $(ARGS)
+	.venv/bin/paceline bench scaling recipes/gpt-stdlib.toml --ranks 1,2 --repeats 1
 
 test: env
 	.venv/bin/python tools/run_tests.py -m "not slow and not chaos" $(ARGS)

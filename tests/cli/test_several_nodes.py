@@ -79,7 +79,6 @@ def test_nodes_meet_in_a_run_folder_of_the_network(
         (["--rdzv-endpoint", "node0"], "PL607", "--rdzv-endpoint node0 without --nnodes"),
         (["--detect-s", "4"], "PL607", "--detect-s 4.0 without --nnodes"),
         (["--max-restarts", "0"], "PL607", "--max-restarts 0 without --nnodes"),
-        (["--nnodes", "2", "--rdzv-endpoint", "node0", "--scaling"], "PL607", "--scaling"),
         (["--nnodes", "3:2", "--rdzv-endpoint", "node0"], "PL365", "--nnodes 3:2"),
         (["--nnodes", "2:3", "--rdzv-endpoint", "node0", "--set", "layout.tp=2"], "PL113", "3 ranks"),
         (

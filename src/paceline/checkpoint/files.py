@@ -114,12 +114,6 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def make_file(path: Path) -> None:
-    """Make an empty file, unless it exists; it need not be durable."""
-    _ask("make", path)
-    path.touch()
-
-
 def make_new_file(path: Path) -> None:
     """Make an empty file, failing with `FileExistsError` if it exists; durable on return."""
     _ask("make", path)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import plotext
 
-from paceline.cli.bench_report import describe_scaling
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.bench.scaling import Scaling
     from paceline.recipe import Layout, Recipe
 
 _MAX_WIDTH = 88
@@ -32,11 +30,9 @@ def describe_recipe(recipe: Recipe, path: str, folder: Path, layout: Layout, *, 
     return "\n".join(lines)
 
 
-def describe_summary(summary: dict[str, Any], scaling: Scaling | None) -> str:
+def describe_summary(summary: dict[str, Any]) -> str:
     """Return the report at the end of a run, from `Summary` as a dict."""
     parts = [_plot_losses(summary["losses"]), _describe_quality(summary), _describe_speed(summary)]
-    if scaling is not None:
-        parts.append(describe_scaling(scaling))
     parts.append(_describe_files(Path(summary["folder"])))
     if summary["sample"]:
         parts.append("a sample of the trained model\n" + _indent(_printable(summary["sample"])))

@@ -88,13 +88,6 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
 
     nodes, nproc = read_nodes(args.nnodes, "--nnodes"), 1 if args.nproc is None else args.nproc
     meeting = _choose_meeting(args) if nodes.most > 1 else []
-    if args.scaling:
-        raise PacelineError(
-            "PL607",
-            saw=f"--scaling with --nnodes {args.nnodes}.",
-            rule="It measures the throughput of this machine alone.",
-            fix="Leave --scaling out, or measure with `paceline bench scaling`.",
-        )
     if nproc > 0:
         check_layouts(recipe, nodes, nproc, "--nnodes")
     words = [

@@ -63,9 +63,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "optimizer.lr or data; the run goes on with the new values",
     )
     parser.add_argument(
-        "--scaling", action="store_true", help="afterwards, measure the throughput against one rank"
-    )
-    parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     parser.add_argument(
@@ -132,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         print_recording(args, has_failed=True)
         raise
-    return _report(recipe, results[0], nproc, args)
+    return _report(results[0], args)
 
 
 def train_on_rank(
@@ -212,7 +209,7 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # Rank 0 reports it.
         raise
-    return 0 if summary is None else _report(recipe, summary, num_ranks, args)
+    return 0 if summary is None else _report(summary, args)
 
 
 def _settle(recipe: Recipe, world_size: int) -> Settled:
@@ -238,24 +235,15 @@ def _list_remarks(settled: Settled, remarks: list[str], fate: str = "wait as spa
     return found
 
 
-def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
-    scaling = None
-    if args.scaling:
-        from paceline.bench.scaling import measure_scaling
-        from paceline.bench.starts import Measured
-
-        scaling = measure_scaling(Measured(recipe=recipe), ranks=sorted({1, nproc}), steps=8, repeats=1)
+def _report(summary: dict[str, Any], args: argparse.Namespace) -> int:
     if args.json:
-        from dataclasses import asdict
-
-        table = summary | {"scaling": None if scaling is None else asdict(scaling)}
-        if args.profile is not None:
-            table["profile"] = describe_recording(args)[1]
-        print(json.dumps(table))
+        print(
+            json.dumps(summary | ({} if args.profile is None else {"profile": describe_recording(args)[1]}))
+        )
         return 0
     from paceline.cli.report import describe_summary
 
-    print(describe_summary(summary, scaling))
+    print(describe_summary(summary))
     if args.profile is not None:
         print(f"\n{describe_recording(args)[0]}")
     return 0
@@ -290,8 +278,8 @@ def _refuse_launcher_flags(args: argparse.Namespace) -> None:
     from paceline.errors import PacelineError
 
     refuse_node_flags(args)
-    for flag in ("nproc", "scaling", "nnodes"):
-        if getattr(args, flag) not in (None, False):
+    for flag in ("nproc", "nnodes"):
+        if getattr(args, flag) is not None:
             raise PacelineError(
                 "PL601",
                 saw=f"--{flag} under torchrun, srun or mpirun.",

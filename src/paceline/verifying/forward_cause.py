@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
 from paceline.verifying.locate import EventDifference
-from paceline.verifying.parts import join_positions
 from paceline.verifying.settings import FUNCTIONS, PROCESS
 
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
@@ -37,9 +36,6 @@ def explain_forward(case: Case) -> Explained:
             "Check the data: an order, an augmentation or a step that depends on the rank.",
         )
     saw = f"The first difference {which} is {place}, {micro}, {size}."
-    positions = join_positions([d.positions for d in events if _is_same(d, first) and d.positions])
-    if positions:
-        saw += f" It differs at {positions}."
     if first.owner:
         saw += f" It is what {first.owner} should have."
         return _explain_module(case, first, module, saw)
@@ -233,11 +229,6 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
             "the world size, a value from an earlier forward, its own collective."
         )
     return Explained("PL701", module, saw, "A module gives the same output under every layout.", fix)
-
-
-def _is_same(one: EventDifference, other: EventDifference) -> bool:
-    """Return whether two ranks' differences are at the same place of the same microbatch."""
-    return (one.order, one.microbatch) == (other.order, other.microbatch)
 
 
 def find_place(case: Case, first: EventDifference) -> tuple[str, str]:

@@ -44,7 +44,7 @@ from paceline.verifying.observe import (
     take_local,
     take_part,
 )
-from paceline.verifying.parts import Positions, find_owner, find_part, find_places, find_positions
+from paceline.verifying.parts import find_owner, find_part, find_places
 from paceline.verifying.reference import ONE, Facts, Reference, key_of, shuffle_shares
 from paceline.verifying.run_steps import run_steps
 from paceline.verifying.settings import (
@@ -82,7 +82,6 @@ class EventDifference:
         only_padding: whether all differences are in positions that the batch marks as padding.
         share: the share of its elements that differ.
         owner: the rank whose part the tensor is, such as `rank 1 of tp`, if it is another rank's.
-        positions: those of a sequence at which it differs, if the rank has rows of it.
         stale: the step after which the weight had this value, if that is an earlier step than expected.
         is_received: whether the rank has it from another stage, which has the module.
         instead: the microbatch whose tensor a received one is, if it is another one's.
@@ -102,7 +101,6 @@ class EventDifference:
     only_padding: bool = False
     share: float = 1.0
     owner: str = ""
-    positions: Positions | None = None
     stale: int | None = None
     is_received: bool = False
     instead: int | None = None
@@ -442,7 +440,6 @@ class _Judge(_Nothing):
                 rounded_to=find_rounding(expected, tensor),
                 share=float(apart.double().mean()),
                 owner="" if event.is_weight else find_owner(whole, tensor, self._places, noise.tolerance),
-                positions=None if event.is_weight else find_positions(apart, whole, tensor, self._places),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
                 is_received=is_received,
                 instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,

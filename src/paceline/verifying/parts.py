@@ -38,22 +38,6 @@ class Place:
     rank: int
 
 
-@dataclass(frozen=True)
-class Positions:
-    """The positions of a sequence at which tensors differ.
-
-    Attributes:
-        first, last: the first and last differing positions in the whole sequence.
-        number: count of differing positions on one rank.
-        length: of the whole sequence.
-    """
-
-    first: int
-    last: int
-    number: int
-    length: int
-
-
 def find_places(layout: Layout, rank: int) -> tuple[Place, ...]:
     """Return a rank's places along the axes of a layout that divide activations."""
     places = layout.find_place(rank)
@@ -88,52 +72,9 @@ def find_owner(whole: Tensor, part: Tensor, places: Sequence[Place], tolerance: 
     return ""
 
 
-def find_positions(apart: Tensor, whole: Tensor, part: Tensor, places: Sequence[Place]) -> Positions | None:
-    """Return the positions at which a rank's rows differ; `None` for anything but rows.
-
-    Args:
-        apart: bool, where this rank's part differs.
-        whole: the whole tensor.
-        part: this rank's.
-        places: of this rank.
-    """
-    place = next((place for place in places if place.axis == "cp"), None)
-    if place is None or apart.dim() != 3 or whole.dim() != 3:
-        return None
-    others = [other for other in places if other is not place]
-    for dim in (1, 0):  # batch or sequence first
-        length, distances = whole.shape[dim], dict[Division, float]()
-        for division in _list_divisions(length, place.size):
-            if length != apart.shape[dim] == division.counts[place.rank]:
-                rows = find_part(division.take(whole, dim, place.rank), part, others)
-                if rows is not None:
-                    distances.setdefault(division, measure_distance(rows, part))
-        if distances:
-            positions = min(distances, key=distances.__getitem__).list_positions(place.rank)
-            rest = [other for other in range(3) if other != dim]
-            found = positions[apart.cpu().any(rest[1]).any(rest[0])]
-            return Positions(int(found[0]), int(found[-1]), len(found), length) if len(found) else None
-    return None
-
-
 def _list_divisions(length: int, num_ranks: int) -> list[Division]:
     """Return the ways in which cp may divide a length."""
     return [Division.of(length, num_ranks, zigzag=zigzag) for zigzag in (False, True)]
-
-
-def join_positions(found: Sequence[Positions]) -> str:
-    """Describe the positions of several ranks, such as `positions 8 to 15 of 16`; empty for none."""
-    found = list(dict.fromkeys(found))  # ranks of tp have the same rows
-    if not found:
-        return ""
-    first, last = min(p.first for p in found), max(p.last for p in found)
-    number, length = sum(p.number for p in found), found[0].length
-    if number == length:
-        return f"all {length} positions"
-    if number == last - first + 1:
-        run = f"positions {first} to {last}" if number > 1 else f"position {first}"
-        return f"{run} of {length}"
-    return f"{number} of {length} positions, from {first} to {last}"
 
 
 def _list_parts(whole: Tensor, part: Tensor, places: Sequence[Place]) -> Iterator[Tensor]:
