@@ -241,6 +241,7 @@ def run_divided(world: Any, what: str) -> str:
             return "none"
         for step in loop.loader(Rows(), global_batch_size=8, epochs=1):
             for batch in step:
+                _optimizer.zero_grad()  # of no use and no harm: gradients are set aside
                 output = model(batch[0])
                 if what == "continue":
                     continue
@@ -251,6 +252,8 @@ def run_divided(world: Any, what: str) -> str:
                 if what == "outside":
                     output = output + sum(p.square().sum() for p in model.parameters())
                 square(output, batch).backward(retain_graph=what == "twice")
+                if what == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 if what == "again":
                     square(output, batch).backward()
                 if what == "break":
@@ -269,6 +272,8 @@ def run_divided(world: Any, what: str) -> str:
         ("continue", "PL644"),
         ("twice", "PL644"),
         ("again", "PL644"),
+        ("clip", "PL644"),
+        ("none", "none"),
         ("penalty", "PL436"),
         ("grad", "PL436"),
         ("outside", "PL642"),
@@ -304,3 +309,45 @@ def test_a_gan_of_two_loops() -> None:
             for (noise,) in loop.split((torch.randn(8, 3),)):
                 critic(generator(noise)).mean().backward()
         assert critic.weight.grad is not None
+
+
+class Late(nn.Module):
+    """A buffer that changes from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_late = nn.Linear(6, 2), False
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_late:
+            self.mean.lerp_(x.mean(0), 0.1)
+        result: torch.Tensor = self.linear(x - self.mean)
+        return result
+
+
+def test_a_buffer_that_changes_only_later() -> None:
+    with paceline.start():
+        loop, model, optimizer = build(model=Late())
+        steps = iter(loop.loader(DATA, global_batch_size=8, epochs=1))
+        for batch in next(steps):
+            square(model(batch[0]), batch).backward()
+        optimizer.step()
+        model.mean.add_(1.0)  # between steps: the same on every rank
+        for batch in next(steps):
+            square(model(batch[0]), batch).backward()
+        model.is_late = True  # type: ignore[assignment]
+        with pytest.raises(PacelineError, match="the buffer mean") as caught:  # noqa: PT012
+            for batch in next(steps):
+                square(model(batch[0]), batch).backward()
+        assert caught.value.code == "PL390"
+
+
+def test_a_schedule_in_the_inner_loop() -> None:
+    with paceline.start():
+        loop, model, optimizer = build()
+        with pytest.raises(PacelineError, match=r"schedule\.step") as caught:  # noqa: PT012
+            for batch in next(iter(loop.loader(DATA, global_batch_size=8, epochs=1))):
+                square(model(batch[0]), batch).backward()
+                optimizer.param_groups[0]["lr"] *= 0.9  # as a schedule's step does
+        assert caught.value.code == "PL649"

@@ -39,7 +39,7 @@ from paceline.torch_seams.modules import CALL
 # Functions that need no number and no shape of a tensor.
 _PLAIN = frozenset(
     words(
-        "__set__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook dim data_ptr "
+        "grad.__set__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook dim data_ptr "
         "untyped_storage element_size is_floating_point is_complex"
     )
 )
@@ -62,6 +62,7 @@ class ParameterReads(TorchFunctionMode):
         self._whole: dict[int, Tensor] = {}
         self._ways: dict[int, Callable[[Tensor], Tensor]] = {}
         self._before_backward: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = None
+        self._has_computed = False
         self._is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         if mesh is not None:
             for name, parameter in model.named_parameters():
@@ -99,7 +100,7 @@ class ParameterReads(TorchFunctionMode):
         if not self._ways:
             yield
             return
-        self._before_backward = before_backward
+        self._before_backward, self._has_computed = before_backward, False
         try:
             with self._outside():
                 yield
@@ -110,8 +111,11 @@ class ParameterReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward and self._before_backward is not None:
             loss = self._before_backward(args[0], kwargs)
+            self._has_computed = True
             return loss.backward(*args[1:], **kwargs)  # type: ignore[no-untyped-call]
         name = name_function(func)
+        if name == "grad.__get__" and self._has_computed and self._is_sharded and id(args[0]) in self._ways:
+            raise _early_error()
         if name in _SHOWING or (name not in _PLAIN and not name.endswith(".__get__")):
             found = self._ways.keys() & set(map(id, _flatten((*args, *kwargs.values()))))
             # PL436 and PL437 say more about a gradient inside of the loss.
@@ -200,6 +204,16 @@ def _flatten(values: Any) -> Iterator[Any]:
             yield from _flatten(value)
         else:
             yield value
+
+
+def _early_error() -> PacelineError:
+    """Return PL644, for a gradient that a loop of the user's own reads before it is summed."""
+    return PacelineError(
+        "PL644",
+        saw="the loop over a step's microbatches reads p.grad after a backward (to clip, log or drop it).",
+        rule="Under dp_shard gradients are summed and cut at the end of that loop, and not there before.",
+        fix="Do it after the inner loop; for clipping call step.clip_grad_norm_.",
+    )
 
 
 def _read_error(saw: str, where: str) -> PacelineError:

@@ -31,6 +31,7 @@ from paceline.train.own_loader import LoopLoader, open_loader
 from paceline.train.own_optimizers import take_optimizers, unknown_error
 from paceline.train.own_step import LoopStep
 from paceline.train.runners.work import OwnLoop, Work
+from paceline.train.same_settings import read_hyperparameters
 from paceline.train.several import Several, list_parts
 from paceline.train.training import Training
 from paceline.train.update import Update, Updated
@@ -116,7 +117,8 @@ class Loop(Training):
     ) -> None:
         named = dict(locals())  # every argument; must be the first line
         self._step: LoopStep | None = None
-        self._num_split, self._has_passed = 0, False
+        self._num_split = 0
+        self._first_pass: FirstPass | None = None
         self._is_several = isinstance(models, Mapping)
         model = _join_models(models)
         _check_arguments(dtype=dtype, on_nonfinite=on_nonfinite, means=means)
@@ -373,13 +375,28 @@ class Loop(Training):
             own=own,
         )
 
-    def watch_first_pass(self) -> FirstPass | None:
-        """Return what finds the buffers that forwards change, in the first pass."""
-        is_first, self._has_passed = not self._has_passed, True
-        return FirstPass(self.model, self._statistics, self._dp) if is_first else None
+    def watch_pass(self) -> FirstPass | None:
+        """Watch what a pass changes; return what finds the buffers that forwards change, in the first one."""
+        self._rates = read_hyperparameters(self.optimizer)
+        if self._first_pass is not None:
+            self._first_pass.begin_later()
+            return None
+        self._first_pass = FirstPass(self.model, self._statistics, self._dp)
+        return self._first_pass
 
-    def end_pass(self, work: Work) -> Updated:
+    def end_pass(self, work: Work, *, is_first: bool) -> Updated:
         """End a pass; its gradients are in the parameters."""
+        if self._rates != read_hyperparameters(self.optimizer):
+            raise PacelineError(
+                "PL649",
+                saw="the optimizer's settings changed inside of the loop over a step's microbatches "
+                "(schedule.step()).",
+                rule="How often that loop's body runs depends on the number of ranks.",
+                fix="Call it after the inner loop, once per step.",
+            )
+        assert self._first_pass is not None
+        if not is_first:
+            self._first_pass.end_later(self.step_number)
         done = self.update.finish(work, self.update.runner.waited_s)
         self._stop_signum = self._stop_signum or done.stop_signum
         return done

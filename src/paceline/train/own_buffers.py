@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.data.share import Share
+from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.batchnorm import RunningStatistics, list_forward_buffers
 from paceline.torch_seams.tensors import read_version
@@ -60,9 +61,31 @@ class FirstPass:
             dist.broadcast_object_list(box, group=self._dp.group, group_src=owner)
             changed = box[0]
         self._keep([number for number in changed if number not in (self._changed or ())])
+        self._changed = changed
         counts = [self._buffers[n].name for n in changed if self._before[n][2].numel() == 1]
         if counts and share.num_microbatches > 1 and (self._dp is None or self._dp.rank == 0):
             log.warning("%s", describe_counts(counts, share.num_microbatches))
+
+    def begin_later(self) -> None:
+        """Begin a later pass."""
+        self._before = [
+            (each.tensor, read_version(each.tensor), before)
+            for each, (*_, before) in zip(self._buffers, self._before, strict=True)
+        ]
+
+    def end_later(self, number: int) -> None:
+        """Raise PL390 if a forward has begun to change a buffer after the first pass."""
+        for place, (each, (tensor, version, _)) in enumerate(zip(self._buffers, self._before, strict=True)):
+            is_same = each.tensor is tensor and read_version(tensor) == version
+            if not is_same and place not in (self._changed or ()):
+                raise PacelineError(
+                    "PL390",
+                    saw=f"a forward of step {number} has changed the buffer {each.name}, which those of the "
+                    "first step did not change.",
+                    rule="The buffers that forwards change are found in the first step, so that they do not "
+                    "depend on the number of ranks.",
+                    fix="Change it in every step, also by nothing (add_(0)), or between the steps.",
+                )
 
     def _keep(self, numbers: list[int]) -> None:
         self._statistics.keep_from([(self._buffers[n], self._before[n][2]) for n in numbers], self._dp)

@@ -230,7 +230,7 @@ class LoopStep:
                     self._share, self._num_passes, unwanted, is_numbered=self._is_numbered
                 )
                 self._num_passes += 1
-                first = loop.watch_first_pass()
+                first = loop.watch_pass()
                 try:
                     with closing(loop.update.runner.rounds(work)) as rounds:
                         for each in rounds:
@@ -241,7 +241,7 @@ class LoopStep:
                                 first.end_microbatch()
                     if first is not None:
                         first.end(self._share)
-                    done = loop.end_pass(work)
+                    done = loop.end_pass(work, is_first=first is not None)
                 finally:
                     self._round = self._work = None
                     loop.update.end()
