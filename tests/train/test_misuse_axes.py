@@ -340,7 +340,9 @@ CASES: dict[str, Case] = {
     "cp without an example": Case(
         train(llama(), "cp=2"), "PL463", "cp=2 without an example", "Pass example=batch", num_ranks=2
     ),
-    "heads that cp does not divide": Case(check("cp=8"), "PL632", "model.heads=4", 'cp_by="gather"'),
+    "heads that cp does not divide": Case(
+        check("cp=8 cp_by=heads"), "PL632", "model.heads=4", 'cp_by="gather"'
+    ),
     "cp_by without cp": Case(
         check("dp_replicate=2 cp_by=gather"), "PL635", "cp_by=gather", "Set cp=2 or more"
     ),

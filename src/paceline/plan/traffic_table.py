@@ -7,7 +7,7 @@ bytes names the reason. Not counted at all: the agreement of a step, comparisons
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import PacelineError
 from paceline.plan.calls import StepCall, all_gather, all_reduce, count_sent
@@ -191,10 +191,11 @@ def _list_cp(recipe: Recipe, layout: Layout, parameters: list[Parameter]) -> _Li
         return None, reason
     if not isinstance(recipe.model, DecoderFields) or layout.tp > 1:
         return None, "counted for gpt and moe, without tp"
-    if layout.cp_by == "auto":
-        return None, "counted for a layout.cp_by other than auto"
     assert isinstance(recipe.data, TextData)
     model, calls = recipe.model, list[StepCall]()
+    if layout.cp_by == "auto":
+        divides = not model.heads % layout.cp and not (model.kv_heads or model.heads) % layout.cp
+        layout = replace(layout, cp_by="heads" if divides else "gather")
     for num_samples, times in _list_samples(recipe, layout).items():
         numbers = num_samples * recipe.data.seq_len * model.hidden
         calls += list_cp_calls(

@@ -63,7 +63,7 @@ class Layout(Degrees):
     sequence: bool = False
     recompute: Recompute = "none"
     offload: Offload = "none"
-    cp_by: Attending = "heads"
+    cp_by: Attending = "auto"
     schedule: str = "1f1b"
     chunks: int = 1
     stages: str = ""

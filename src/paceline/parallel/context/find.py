@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -52,13 +53,20 @@ def find_context_plan(
     """
     _check_kernels(model)
     if by == "auto":
+        find = partial(find_context_plan, model, example, num_ranks, masks, tp=tp, mixtures=mixtures)
         try:
-            return find_context_plan(model, example, num_ranks, masks, tp=tp, by="heads", mixtures=mixtures)
+            return find(by="heads")
         except PacelineError as error:
             if error.code != "PL630":
                 raise
+            try:
+                plan = find(by="gather")
+            except PacelineError as other:
+                if other.code not in ("PL630", "PL634"):
+                    raise
+                raise error from other  # whose advice would be heads
             log.info("cp: by gather, because by heads %s", error.saw)
-            by = "gather"
+            return plan
     if masks is not None:
         masks.shows_attention = by != "heads"
     try:
