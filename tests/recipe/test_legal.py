@@ -422,8 +422,8 @@ def test_nothing_to_remark() -> None:
 
 COUNTS = {
     # Of 4 blocks: pp=2 and pp=4; of 2 blocks: pp=2; alone or with dp_replicate, dp_shard, cp, tp (no ResNet).
-    "gpt-stdlib": [(1, 6), (8, 30), (31, 90), (77, 210)],
-    "encoder-dropout": [(1, 6), (8, 30), (30, 90), (70, 210)],
+    "gpt-stdlib": [(1, 6), (8, 30), (31, 90), (80, 210)],
+    "encoder-dropout": [(1, 6), (8, 30), (30, 90), (73, 210)],
     "resnet-digits": [(1, 6), (5, 30), (11, 90), (17, 210)],
 }
 

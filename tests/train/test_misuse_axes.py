@@ -473,6 +473,6 @@ def test_bad_input_is_refused(ranks: Pool, name: str) -> None:
 
 
 def test_all_problems_of_a_layout_are_told_together() -> None:
-    text = check("dp_replicate=3 cp=32 sequence=true ep=5")()
+    text = check("dp_replicate=3 cp=32 cp_by=heads sequence=true ep=5")()
     for code in ("PL631", "PL632", "PL633", "PL654", "PL655"):
         assert f"[{code}]" in text, text
