@@ -296,3 +296,21 @@ def test_wider_numbers_are_never_computed_faster(llama: Path, capsys: pytest.Cap
             table = as_table(capsys, *words, "--layout", "dp_replicate=8")
             times.append(table["fitting"][0]["terms_s"]["compute"])  # type: ignore[index]
         assert times == sorted(times), name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipes/gpt-stdlib.toml", "--batch", "a:b"),
+        ("recipes/gpt-stdlib.toml", "--global-batch", 8),
+        ("recipes/gpt-stdlib.toml", "--scale", "--layout", "tp=2"),
+        ("a.py:build", "--batch", "a.py:batch", "--set", "model.layers=2"),
+        ("a.py:build", "--batch", "a.py:batch", "--vocab-size", 32),
+        ("train.py", "--recorded", "profile-1", "--layout", "tp=2"),
+        ("train.py", "--recorded", "profile-1", "--memory", 3),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: tuple[object, ...]) -> None:
+    with pytest.raises(PacelineError) as found:
+        run(*words, "--cluster", "8 H100")
+    assert found.value.code == "PL941"

@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.plan.runs import calibrate
     from paceline.plan.search import check_ranks, plan_one, search
 
+    _refuse_unused(args)
     fit = load_constants()
     if args.cluster == _FILE and not Path(_FILE).exists():
         raise PacelineError(
@@ -124,6 +125,40 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(describe(found, rules, fit, limit, calibration)))
     return 0 if found.fitting else 1
+
+
+# Options that have no effect, by what is planned.
+_UNUSED = {
+    "a recorded script": (
+        "layout",
+        "memory",
+        "calibrate",
+        "scale",
+        "batch",
+        "global_batch",
+        "set",
+        "vocab_size",
+    ),
+    "a model of your own": ("set", "vocab_size", "calibrate"),
+    "a recipe": ("batch", "global_batch"),
+    "several numbers of nodes": ("layout",),
+}
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Raise PL941 for an option that would have no effect."""
+    kind = "a recipe" if args.target.endswith(".toml") else "a model of your own"
+    kinds = [kind if args.recorded is None else "a recorded script"]
+    kinds += ["several numbers of nodes"] * args.scale
+    for each in kinds:
+        unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[each] if getattr(args, name)]
+        if unused:
+            raise PacelineError(
+                "PL941",
+                saw=f"{' and '.join(unused)} with {each}.",
+                rule="The plan would not use it.",
+                fix="Leave it out.",
+            )
 
 
 def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts, Rules]:
