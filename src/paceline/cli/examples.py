@@ -30,7 +30,6 @@ EXAMPLES = {
     "profile read": "profile read profile-1",
     "profile compare": "profile compare profile-1 profile-2",
     "profile script": "profile --nproc-per-node 2 train.py",
-    "profile running": "profile --pid 4711 --steps 10",
     "lint": "lint train.py",
     "launch": "launch slurm --nodes 2 --time 24:00:00 train.py",
     "launch slurm": "launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit train.py",
