@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from paceline.data import TaskData
 from paceline.models import build_model
 from paceline.recipe import Recipe
+from paceline.train.loop import Loop
 from paceline.train.run import build_loader, build_trainer
 from paceline.train.schedule import build_schedule
 from paceline.train.tasks import build_optimizer
@@ -98,6 +99,38 @@ def paceline(job: Job) -> Iterator[Any]:
     while True:
         for share in loader:
             yield trainer.step(share).loss
+
+
+def loop_explicit(job: Job) -> Iterator[Any]:
+    """Train in a loop of its own around `paceline.Loop`, with `step.backward`."""
+    return _loop(job, explicit=True)
+
+
+def loop_plain(job: Job) -> Iterator[Any]:
+    """The same with `loss.backward()`."""
+    return _loop(job, explicit=False)
+
+
+def _loop(job: Job, *, explicit: bool) -> Iterator[Any]:
+    train = job.recipe.train
+    model = job.build_model()
+    optimizer = job.build_optimizer(model)
+    schedule = job.build_schedule(optimizer)
+    loop = Loop(model, optimizer, microbatch_size=train.microbatch_size, reduction=train.reduction)
+    loader = loop.loader(DataLoader(job.data.train, batch_size=train.global_batch_size, shuffle=True))
+    while True:
+        for step in loader:
+            for batch in step:
+                loss = token_loss(model(batch["ids"]), batch)
+                if explicit:
+                    step.backward(loss)
+                else:
+                    loss.backward()
+            step.clip_grad_norm_(train.clip_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            yield loss.detach()
 
 
 def hand_written(job: Job) -> Iterator[Any]:
@@ -247,6 +280,8 @@ def _deepspeed(job: Job, stage: int) -> Iterator[Any]:
 
 VARIANTS: dict[str, Callable[[Job], Iterator[Any]]] = {
     "paceline": paceline,
+    "loop_explicit": loop_explicit,
+    "loop_plain": loop_plain,
     "hand_written": hand_written,
     "accelerate": accelerate,
     "fabric": fabric,

@@ -66,6 +66,7 @@ SIZES = {
 # DeepSpeed is timed apart: it changes settings of the process that it is imported into.
 GROUPS = {
     "hand": ["paceline", "hand_written"],
+    "loops": ["paceline", "loop_explicit", "loop_plain", "hand_written"],
     "peers": ["paceline", "hand_written", "accelerate", "fabric"],
     "deepspeed": ["paceline", "hand_written", "deepspeed_zero0", "deepspeed_zero1"],
 }
@@ -115,7 +116,8 @@ def run_rank(recipe: Recipe, names: list[str], num_blocks: int, block_steps: int
     train = recipe.train
 
     def choose_kernels(name: str) -> None:
-        torch.use_deterministic_algorithms(name == "paceline" and train.deterministic)
+        is_ours = name.startswith(("paceline", "loop"))
+        torch.use_deterministic_algorithms(is_ours and train.deterministic)
 
     with (
         tempfile.TemporaryDirectory() as folder,
