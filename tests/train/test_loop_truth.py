@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.world import World
 
 
 def test_token_means_are_those_of_one_big_batch() -> None:
@@ -135,3 +136,13 @@ def test_a_signal_in_a_microbatch_ends_the_loop_after_the_step(tmp_path: Path) -
         loader = loop.loader(rows, global_batch_size=8, epochs=1)
         assert loop.resume(tmp_path) == 3
         assert torch.equal(again.weight, before)
+
+
+def test_exact_sums_use_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(World, "switch_on_determinism", lambda self: called.append("on"))
+    for reduction in ("exact", "fast"):
+        model = nn.Linear(6, 2)
+        with paceline.start():
+            paceline.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), reduction=reduction)
+    assert called == ["on"]
