@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def test_a_recipe_is_timed_like_a_script_and_writes_nothing(
     alone = Measured(recipe=recipe).run(1, 1, TimeSettings(3, 3, 1, threads=2))
     assert alone.samples == 6
     assert alone.ranks[0].moved_bytes > 2 * alone.ranks[0].gradient_bytes
+
+
+@pytest.mark.slow
+def test_workers_leave_a_port_of_the_scripts_own_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    job = Measured(words=(SCRIPT, "--kind", "workers", "--port", port))
+    for num_ranks in (1, 2):
+        assert job.run(num_ranks, 1, TimeSettings(1, 2, 1)).samples == 10 * num_ranks
 
 
 def test_what_a_script_fails_of_is_said_in_words() -> None:

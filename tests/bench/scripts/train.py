@@ -13,16 +13,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-KINDS = ("loader", "no-loader", "by-hand", "accumulating", "shards", "short")
+KINDS = ("loader", "no-loader", "by-hand", "accumulating", "shards", "short", "workers")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS, default="loader")
     parser.add_argument("--clock", default="")
+    parser.add_argument("--port", default="")
     parser.add_argument("--pause-s", type=float, default=0.0)
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.port:
+        os.environ["MASTER_PORT"] = args.port
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -36,7 +39,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(96 if args.kind == "short" else 4000, 64))
     # The last batch of an epoch of "short" has fewer samples.
-    loader = DataLoader(data, batch_size=10, sampler=DistributedSampler(data))
+    num_workers = 1 if args.kind == "workers" else 0
+    loader = DataLoader(data, batch_size=10, sampler=DistributedSampler(data), num_workers=num_workers)
     valid = DataLoader(data, batch_size=50)
     clock: list[float] = []
 

@@ -15,6 +15,7 @@ import atexit
 import copy
 import functools
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -375,6 +376,10 @@ class StepTimer:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         while len(list(folder.glob("left-*"))) < world_size and time.monotonic() < until:
             time.sleep(0.01)
+        # Workers of loaders have this process's sockets: the next start may need the same port.
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
         os._exit(0)
 
 
