@@ -31,6 +31,7 @@ _COMMANDS = (
     "train",
     "verify",
     "checkpoint",
+    "compare",
     "bench",
     "plan",
     "probe",
