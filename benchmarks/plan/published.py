@@ -110,7 +110,7 @@ def read_run(row: dict[str, str]) -> Run:
     layout = Layout(
         pp=pp, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, zero=zero if shard > 1 else 3,
         sequence=tp > 1 and _splits_sequence(row["source"]), recompute=_find_recompute(row),
-        schedule=schedule if pp > 1 else "1f1b", chunks=chunks if pp > 1 else 1, cp_by="ring",
+        schedule=schedule if pp > 1 else "1f1b", chunks=chunks if pp > 1 else 1, cp_by="gather",
     )  # fmt: skip
     batch = _number(row, "global_batch")
     micro = _number(row, "micro_batch", 1)

@@ -228,7 +228,7 @@ class StepModel:
             stride, n = strides.get("cp", 1), layout.cp
             keys = part.key_bytes * samples / layout.tp
             width = part.width_bytes * samples / layout.tp
-            if layout.cp_by in ("gather", "ring"):
+            if layout.cp_by == "gather":
                 once = self.cluster.time("all_gather", keys, n, stride)
             else:
                 once = 2 * self.cluster.time("all_to_all", (width + keys / 2) / n, n, stride)
