@@ -10,7 +10,7 @@ EXAMPLES = {
     "train": "train recipes/gpt-stdlib.toml --nproc 2",
     "verify": 'verify recipes/gpt-stdlib.toml --layout "dp_shard=2"',
     "checkpoint": "checkpoint show runs/gpt-stdlib",
-    "compare": "compare runs/before runs/after --max-regression 5%",
+    "compare": "compare runs/before runs/after",
     "checkpoint show": "checkpoint show runs/gpt-stdlib --tensors",
     "checkpoint verify": "checkpoint verify runs/gpt-stdlib",
     "checkpoint hash": "checkpoint hash runs/gpt-stdlib",
