@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.tree import ReductionPlan, TreeSum, find_sibling, plan_reduction, split_block
-from paceline.data.share import owned_microbatches
+from paceline.comm.tree import (
+    ReductionPlan,
+    TreeSum,
+    find_sibling,
+    join_leaves,
+    plan_reduction,
+)
+from paceline.data.share import count_owned, list_numbers, owned_microbatches
 
 
 def write_sum(left: str, right: str) -> str:
@@ -66,7 +72,7 @@ def test_any_shares_make_the_same_sum(shares: list[int]) -> None:
 def test_a_block_is_few_whole_nodes(num_leaves: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_leaves))
     stop = data.draw(st.integers(start, num_leaves))
-    subtrees = split_block(start, stop, num_leaves)
+    subtrees = join_leaves(range(start, stop), num_leaves)
     assert [leaf for subtree in subtrees for leaf in range(*subtree)] == list(range(start, stop))
     assert len(subtrees) <= 2 * max(1, (stop - start).bit_length())
     for left, right in itertools.pairwise(subtrees):
@@ -115,3 +121,15 @@ def test_a_left_to_right_sum_would_show() -> None:
     totals = {total(shares) for shares in [(13,), (7, 6), (5, 4, 4), (1,) * 13, (0, 13, 0), (2, 11)]}
     assert len(totals) == 1
     assert totals != {functools.reduce(operator.add, numbers)}
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40))
+def test_ranks_that_take_turns_have_every_microbatch_once(replicas: int, turns: int, num_leaves: int) -> None:
+    num_owned = count_owned(num_leaves, replicas * turns)
+    own = [list_numbers(num_owned, turns, rank) for rank in range(replicas * turns)]
+    assert tuple(map(len, own)) == num_owned
+    assert sorted(number for each in own for number in each) == list(range(num_leaves))
+    for replica in range(replicas):  # what a round brings, and each replica as a whole, are consecutive
+        block = own[replica * turns : (replica + 1) * turns]
+        in_turn = [each[number] for number in range(40) for each in block if number < len(each)]
+        assert in_turn == list(range(min(in_turn, default=0), min(in_turn, default=0) + len(in_turn)))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.data.share import list_numbers
 from paceline.mesh import Mesh, build_mesh
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
@@ -89,14 +90,16 @@ def build_shards(
     return shards, mesh
 
 
-def run_step(shards: Shards, model: nn.Module, rank: int, num_owned: Sequence[int], step: int = 0) -> None:
+def run_step(
+    shards: Shards, model: nn.Module, rank: int, num_owned: Sequence[int], step: int = 0, turns: int = 1
+) -> None:
     """Run all rounds of one step; gradients are those of the sum of losses."""
     for parameter in model.parameters():
         parameter.grad = None
-    shards.begin(tuple(num_owned))
-    first = sum(num_owned[:rank])
+    shards.begin(tuple(num_owned), turns)
+    own = list_numbers(tuple(num_owned), turns, rank)
     for number in range(shards.num_rounds):
-        index = first + number if number < num_owned[rank] else None
+        index = own[number] if number < len(own) else None
         with shards.synchronising(number == shards.num_rounds - 1, index):
             ids = microbatch(0 if index is None else index, step)
             loss, _ = sum_losses(model, ids)

@@ -40,13 +40,13 @@ def hash_gradients(model: nn.Module) -> str:
     return hash_tensors({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
 
 
-def train_sharded(world: Any, layout: str, kind: str) -> tuple[str, ...]:
+def train_sharded(world: Any, layout: str, kind: str, turns: int = 1) -> tuple[str, ...]:
     model = build_model(kind)
     shards, mesh = build_shards(world, layout, model, exact=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients = []
     for step, num_microbatches in enumerate(STEPS):
-        run_step(shards, model, mesh.dp.rank, count_owned(num_microbatches, mesh.dp.size), step)
+        run_step(shards, model, mesh.dp.rank, count_owned(num_microbatches, mesh.dp.size), step, turns)
         gradients.append(hash_gradients(model))
         optimizer.step()
     return show(model, gradients)
@@ -103,9 +103,17 @@ def test_bits_are_those_of_one_process(ranks: Pool, kind: str) -> None:
     expected = ranks.run(train_replicated, 1, (kind,))[0]
     assert len(set(expected)) == len(STEPS) + 1
     assert ranks.run(train_replicated, 4, (kind,)) == [expected] * 4
-    layouts = ["dp_shard=4 zero=1", "dp_shard=4 zero=2", "dp_shard=4", "dp_replicate=2 dp_shard=2"]
-    for layout in layouts if kind == "float32" else layouts[2:]:
-        assert ranks.run(train_sharded, 4, (layout, kind)) == [expected] * 4, layout
+    layouts = [
+        ("dp_shard=4 zero=1", 1),
+        ("dp_shard=4 zero=1", 4),
+        ("dp_shard=4 zero=2", 4),
+        ("dp_shard=4", 1),
+        ("dp_shard=4", 4),
+        ("dp_replicate=2 dp_shard=2", 1),
+        ("dp_replicate=2 dp_shard=2", 2),
+    ]
+    for layout, turns in layouts if kind == "float32" else layouts[4::2]:
+        assert ranks.run(train_sharded, 4, (layout, kind, turns)) == [expected] * 4, (layout, turns)
 
 
 def signs_of_a_zero_gradient(world: Any, zero: int) -> list[bool]:

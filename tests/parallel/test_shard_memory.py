@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.data.share import list_numbers
 from paceline.models.gpt import Gpt
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
@@ -101,6 +102,28 @@ def expected(zero: int, n: int, replicas: int) -> dict[str, float]:
         "last backward": 2 * shard,
         "step": 4 * shard,
     }
+
+
+def measure_exact(world: Any, turns: int) -> list[int]:
+    """Return the bytes alive after each of eight microbatches, summed exactly, and before."""
+    model = build_gpt()
+    shards, mesh = build_shards(world, "dp_shard=2", model, exact=True)
+    seen = [live_bytes()]
+    shards.begin((8, 8), turns)
+    for number, index in enumerate(list_numbers((8, 8), turns, mesh.dp.rank)):
+        with shards.synchronising(number == 7, index):
+            shards.backward(sum_losses(model, microbatch(number))[0])
+        seen.append(live_bytes())
+    return seen
+
+
+def test_an_exact_sum_keeps_shards_only(ranks: Pool) -> None:
+    """One per microbatch that is 1 in the binary number of those taken, and fully_shard's own gradient."""
+    shard = num_bytes(build_gpt().parameters()) / 2
+    before, *seen = ranks.run(measure_exact, 2, (2,), timeout_s=60)[0]
+    kept = [number.bit_count() for number in range(1, 8)]
+    assert [each - before for each in seen[:7]] == pytest.approx([(1 + k) * shard for k in kept], rel=0.05)
+    assert seen[7] - before == pytest.approx(shard, rel=0.05)
 
 
 @pytest.mark.parametrize(

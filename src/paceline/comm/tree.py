@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
+from paceline.data.share import list_numbers
+
 Value = TypeVar("Value")
 # The microbatches that it covers: the first one, and the one after the last.
 Subtree = tuple[int, int]
@@ -45,16 +47,15 @@ def find_sibling(subtree: Subtree, num_leaves: int) -> Subtree | None:
     return None
 
 
-def split_block(start: int, stop: int, num_leaves: int) -> list[Subtree]:
-    """Return the largest whole subtrees that make up a block of microbatches, from left to right.
+def join_leaves(leaves: range, num_leaves: int) -> list[Subtree]:
+    """Return the largest whole subtrees that some microbatches make up, from left to right.
 
     Args:
-        start, stop: the block; empty where they are equal.
-        num_leaves: microbatches of the whole tree.
+        leaves: the microbatches.
+        num_leaves: those of the whole tree.
     """
-    assert 0 <= start <= stop <= num_leaves, (start, stop, num_leaves)
     tree: TreeSum[None] = TreeSum(num_leaves, lambda left, right: None)
-    for leaf in range(start, stop):
+    for leaf in leaves:
         tree.push((leaf, leaf + 1), None)
     return [subtree for subtree, _ in tree.subtrees]
 
@@ -92,6 +93,10 @@ class TreeSum(Generic[Value]):
             subtree = min(sibling[0], subtree[0]), max(sibling[1], subtree[1])
         self._values[subtree] = value
 
+    def replace(self, change: Callable[[Value], Value]) -> None:
+        """Replace each value that is kept."""
+        self._values = {subtree: change(value) for subtree, value in self._values.items()}
+
     def pick(self, part: Callable[[Value], Value]) -> TreeSum[Value]:
         """Return the sum of a part of each value."""
         picked = TreeSum(self._num_leaves, self._add)
@@ -122,18 +127,16 @@ class ReductionPlan:
 
 
 @lru_cache(maxsize=64)
-def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
-    """Return the plan that sums the ranks' blocks of microbatches, numbered from the first rank to the last.
+def plan_reduction(num_owned: tuple[int, ...], turns: int = 1) -> ReductionPlan:
+    """Return the plan that sums the ranks' microbatches.
 
     Args:
         num_owned: per rank, how many microbatches it computes.
+        turns: see `data.share.list_numbers`.
     """
     num_leaves = sum(num_owned)
-    subtrees: list[tuple[Subtree, ...]] = []
-    start = 0
-    for count in num_owned:
-        subtrees.append(tuple(split_block(start, start + count, num_leaves)))
-        start += count
+    own = [list_numbers(num_owned, turns, rank) for rank in range(len(num_owned))]
+    subtrees = [tuple(join_leaves(leaves, num_leaves)) for leaves in own]
     additions: list[tuple[int, int]] = []
 
     # Push places instead of values: the tree then records its additions in their order.
@@ -142,7 +145,7 @@ def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
         return left
 
     tree = TreeSum(num_leaves, add)
-    for place, subtree in enumerate(subtree for own in subtrees for subtree in own):
+    for place, subtree in enumerate(subtree for each in subtrees for subtree in each):
         tree.push(subtree, place)
     assert [subtree for subtree, _ in tree.subtrees] == ([(0, num_leaves)] if num_leaves else [])
     return ReductionPlan(num_leaves, tuple(subtrees), tuple(additions))
@@ -161,6 +164,6 @@ class OwnBlocks:
     plan: ReductionPlan | None = None
 
     @classmethod
-    def whole(cls, num_owned: tuple[int, ...]) -> OwnBlocks:
+    def whole(cls, num_owned: tuple[int, ...], turns: int = 1) -> OwnBlocks:
         """Return the global batch as one block."""
-        return cls((range(sum(num_owned)),), plan_reduction(num_owned))
+        return cls((range(sum(num_owned)),), plan_reduction(num_owned, turns))

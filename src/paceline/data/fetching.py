@@ -73,7 +73,7 @@ class Fetcher(Dataset[Any]):
         dataset: the user's data.
         name: what messages call it.
         microbatch_size: samples per microbatch.
-        rank, world_size, num_slots: whose microbatches to fetch, see `owned_microbatches`.
+        rank, world_size, num_slots, turns: whose microbatches to fetch, see `owned_microbatches`.
         seed: the loader's seed.
         collate: makes a microbatch of a list of samples; default torch's `default_collate`.
         compares: whether items carry digests of the samples, which the ranks compare.
@@ -88,6 +88,7 @@ class Fetcher(Dataset[Any]):
         rank: int,
         world_size: int,
         num_slots: int | None,
+        turns: int,
         seed: int,
         collate: Collate | None,
         compares: bool,
@@ -97,7 +98,7 @@ class Fetcher(Dataset[Any]):
         self.microbatch_size = microbatch_size
         self.rank = rank
         self.world_size = world_size
-        self.num_slots = num_slots
+        self.num_slots, self.turns = num_slots, turns
         self.seed = seed
         self.collate = collate
         self.compares = compares
@@ -128,7 +129,7 @@ class Fetcher(Dataset[Any]):
         """Return the number of microbatches, and this rank's as (number, start, stop) within the global
         batch."""
         blocks = split_microbatches(num_samples, self.microbatch_size)
-        own = owned_microbatches(len(blocks), self.world_size, self.rank, self.num_slots)
+        own = owned_microbatches(len(blocks), self.world_size, self.rank, self.num_slots, self.turns)
         return len(blocks), [(number, *blocks[number]) for number in own]
 
     def make_batch(self, samples: list[Any], labels: Sequence[int], epoch: int, place: int) -> Any:

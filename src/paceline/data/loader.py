@@ -91,7 +91,8 @@ class Loader:
         global_batch_size: samples per step over all ranks.
         microbatch_size: samples per forward; the unit that ranks share out.
         rank, world_size: who this is among those that share the data out.
-        num_slots: blocks of microbatches that are distributed whole, see `owned_microbatches`.
+        num_slots, turns: how microbatches are distributed, see `owned_microbatches`; without effect on data
+            that are this rank's own.
         seed: seed of the order and of augmentation.
         shuffle: default True for data sets with an index, False for streams, which cannot be.
         drop_last: leave out a ragged global batch at the end of an epoch.
@@ -117,6 +118,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         num_slots: int | None = None,
+        turns: int = 1,
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -177,7 +179,7 @@ class Loader:
         self._position, self._first_epoch, self._has_begun = Position(), 0, False
         self._turn = 0
         self._sampler = _Sampler()
-        self._fetcher = self._build_fetcher(dataset, rank, world_size, num_slots, collate, compares)
+        self._fetcher = self._build_fetcher(dataset, rank, world_size, num_slots, turns, collate, compares)
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
         # Holds torch's loader until ours is deleted: in a garbage cycle its queues would go first, and ending
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
@@ -362,6 +364,7 @@ class Loader:
                 last=item.last,
                 source=source,
                 digests=item.digests,
+                turns=self._fetcher.turns,
             )
             self._check_turn(turn)
             if item.last:
@@ -417,17 +420,19 @@ class Loader:
         rank: int,
         world_size: int,
         num_slots: int | None,
+        turns: int,
         collate: Collate | None,
         compares: bool,
     ) -> Fetcher:
         if self.is_own:  # the fetcher then yields all that it reads
-            rank, world_size = 0, 1
+            rank, world_size, turns = 0, 1, 1
         options = {
             "name": self.name,
             "microbatch_size": self.microbatch_size,
             "rank": rank,
             "world_size": world_size,
             "num_slots": num_slots,
+            "turns": turns,
             # Otherwise ranks would draw the same order, and the same random numbers for other samples.
             "seed": derive_seed(self.seed, "own", self._rank) if self.is_own else self.seed,
             "collate": collate,

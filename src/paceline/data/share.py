@@ -24,8 +24,8 @@ class Share:
         epoch: the pass over the data, from 0.
         number: the global batch's number within the epoch, from 0.
         num_samples: samples of the whole global batch, over all ranks.
-        num_owned: per rank, how many microbatches of the global batch it computes; ranks own blocks of
-            consecutive ones.
+        num_owned: per rank, how many microbatches of the global batch it computes.
+        turns: how many neighbouring ranks take microbatches in turns, see `list_numbers`.
         microbatches: this rank's microbatches as (number within the global batch, collated samples);
             empty where there are fewer microbatches than ranks.
         samples: per microbatch of this rank, the numbers of its samples within the global batch, which are
@@ -49,6 +49,7 @@ class Share:
     source: Loader | None = field(default=None, repr=False, compare=False)
     by_rank: tuple[int, ...] = ()
     digests: Digests = field(default_factory=dict, repr=False, compare=False)
+    turns: int = 1
 
     def __repr__(self) -> str:
         """Name the global batch and this share of it; the samples are in `microbatches`."""
@@ -78,8 +79,22 @@ def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int
     ]
 
 
+def list_numbers(num_owned: tuple[int, ...], turns: int, rank: int) -> range:
+    """Return the numbers of the microbatches that a rank computes.
+
+    Args:
+        num_owned: per rank, how many.
+        turns: how many neighbouring ranks take the microbatches of their block in turns; with 1, each rank
+            has a block of consecutive ones.
+        rank: whose.
+    """
+    first = rank - rank % turns
+    start, stop = sum(num_owned[:first]), sum(num_owned[: first + turns])
+    return range(start, stop) if turns == 1 else range(start + rank % turns, stop, turns)
+
+
 def owned_microbatches(
-    num_microbatches: int, world_size: int, rank: int, num_slots: int | None = None
+    num_microbatches: int, world_size: int, rank: int, num_slots: int | None = None, turns: int = 1
 ) -> range:
     """Return the numbers of the microbatches that a rank computes.
 
@@ -93,9 +108,12 @@ def owned_microbatches(
         num_slots: where gradients are compressed, the number of slots, a multiple or a divisor of
             `world_size`. Microbatches are distributed over slots as above. A rank computes those of its
             slots, or if several ranks share a slot, these are distributed over them as above.
+        turns: as in `Share`, without slots.
     """
     assert num_microbatches >= 0, num_microbatches
     assert 0 <= rank < world_size, (rank, world_size)
+    if turns > 1:
+        return list_numbers(count_owned(num_microbatches, world_size), turns, rank)
     if num_slots is not None and num_slots < world_size:
         sharing = world_size // num_slots
         block = owned_microbatches(num_microbatches, num_slots, rank // sharing)

@@ -122,7 +122,11 @@ def plan_memory(
     held = _count_held(layout, sizes) * (padded // num_shards) * sizes.gradient_bytes
     if sizes.num_microbatches > 1 and not sizes.exact:
         held += experts * sizes.gradient_bytes
-    aside = _count_aside(sizes.num_microbatches) * apart * sizes.gradient_bytes if sizes.exact else 0
+    aside = 0
+    if sizes.exact:
+        sends_rows = layout.count_turns(is_exact=True, is_compressed=False) > 1
+        kept = padded // num_shards if sends_rows else apart
+        aside = _count_aside(sizes.num_microbatches) * kept * sizes.gradient_bytes
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
         offloaded = shards + optimizer + gradients if layout.offload != "none" else 0

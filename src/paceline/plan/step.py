@@ -354,7 +354,8 @@ class _Rank:
             found += step.call("all_reduce", left, copies, self.strides["dp_replicate"])
         if layout.cp > 1:
             found += step.call("all_reduce", left, layout.cp, self.strides["cp"])
-        return found * (2 if self.step.costs.sizes.exact and layout.dp > 2 else 1)
+        sends_rows = layout.count_turns(is_exact=True, is_compressed=False) > 1
+        return found * (2 if self.step.costs.sizes.exact and layout.dp > 2 and not sends_rows else 1)
 
     def _list_gathers(self) -> list[float]:
         """Return the seconds of gathering each part's parameters, frozen ones too."""

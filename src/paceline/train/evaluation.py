@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,8 +104,8 @@ def predict(run: Pass, loader: TrainerLoader) -> Iterator[tuple[Any, Any]]:
     objective: Objective[Any] = Objective(
         lambda batch: run.forward(run.model, batch), lambda output, batch: (make_whole(output), batch)
     )
-    for _, _, results in run.run(loader, objective):
-        yield from share_results(results, run.mesh)
+    for _, share, results in run.run(loader, objective):
+        yield from share_results(_number(share, results), run.mesh)
 
 
 @torch.no_grad()
@@ -153,11 +153,11 @@ def evaluate(
             whole, batch = global_loss.join(results, share)
             with precision.autocast():
                 row, picked = measure(whole, batch, torch.empty(share.num_samples))
-            selected = [picked] if mesh is None or mesh.dp.rank == 0 else []
+            selected = [(0, picked)] if mesh is None or mesh.dp.rank == 0 else []
             if runner.reports and (mesh is None or mesh.dp.rank == 0):
                 rows.append((first, row))
         elif global_loss is None:
-            selected = [picked for _, picked in results]
+            selected = _number(share, [picked for _, picked in results])
             if runner.reports:
                 numbers = (first + index for index, _ in share.microbatches)
                 rows += zip(numbers, (row for row, _ in results), strict=True)
@@ -185,6 +185,11 @@ def evaluate(
     for each in wholes:
         values |= each.compute()
     return Evaluation(found[0], columns[1], num_samples, values)
+
+
+def _number(share: Share, results: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Return results with the numbers of their microbatches; none where another rank of pp has them."""
+    return list(zip((number for number, _ in share.microbatches), results, strict=False)) if results else []
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class GlobalLoss:
             return [count for _, count in own]
         found: list[Any] = [None] * self._dp.size
         torch.distributed.all_gather_object(found, own, group=self._dp.group)
-        return [count for counts in found for _, count in sorted(counts)]
+        return [count for _, count in sorted(chain.from_iterable(found))]
 
 
 def make_whole(output: Any) -> Any:

@@ -25,10 +25,12 @@ class StepTaker(Protocol):
 
     Attributes:
         num_slots: of the compression; `None` without.
+        turns: how many neighbouring data ranks take microbatches in turns, see `Share`.
         world: the ranks.
     """
 
     num_slots: int | None
+    turns: int
     world: World
 
     def leave_if_asked(self) -> None:
@@ -77,6 +79,7 @@ class TrainerLoader(Loader):
         super().__init__(
             dataset,
             num_slots=trainer.num_slots,
+            turns=trainer.turns,
             rank=0 if dp is None else dp.rank,
             world_size=1 if dp is None else dp.size,
             pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,

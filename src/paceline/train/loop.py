@@ -203,7 +203,9 @@ class Loop(Training):
         own, num_owned = self._share_out(num_microbatches)
         samples = [range(number, number + 1) for number in own]
         pairs: list[tuple[int, Any]] = [(number, number) for number in own]
-        return self.open(Share(0, 0, num_microbatches, num_owned, pairs, samples), is_numbered=True)
+        return self.open(
+            Share(0, 0, num_microbatches, num_owned, pairs, samples, turns=self.turns), is_numbered=True
+        )
 
     def split(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
         """Return a step from a batch that every rank has whole; its inner loop has this rank's microbatches.
@@ -225,7 +227,8 @@ class Loop(Training):
         own, num_owned = self._share_out(len(cuts))
         pairs = [(number, cut_samples(batch, *cuts[number])) for number in own]
         self._saver.has_raw_batches = True
-        return self.open(Share(0, 0, num_samples, num_owned, pairs, [range(*cuts[number]) for number in own]))
+        samples = [range(*cuts[number]) for number in own]
+        return self.open(Share(0, 0, num_samples, num_owned, pairs, samples, turns=self.turns))
 
     def own(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
         """Return a step from samples that only this rank has; its inner loop has microbatches of them.
@@ -246,7 +249,8 @@ class Loop(Training):
 
     def _share_out(self, num_microbatches: int) -> tuple[range, tuple[int, ...]]:
         rank, size = (0, 1) if self._dp is None else (self._dp.rank, self._dp.size)
-        return owned_microbatches(num_microbatches, size, rank), count_owned(num_microbatches, size)
+        own = owned_microbatches(num_microbatches, size, rank, turns=self.turns)
+        return own, count_owned(num_microbatches, size)
 
     def open(self, share: Share, *, is_numbered: bool = False) -> LoopStep:
         """Return the next step, of a share of a global batch."""

@@ -112,6 +112,9 @@ class Training(TrainedModels):
                 trial = Trial(trial, partial(self._try_loss, batch=example))
         laying_out = self._lay_out(trial)
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
+        self.turns = self.layout.count_turns(
+            is_exact=laying_out.exact, is_compressed=laying_out.compress is not None
+        )
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,

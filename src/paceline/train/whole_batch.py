@@ -77,11 +77,14 @@ def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, 
                 raise _refuse(
                     f"{what} has the fields {here} in microbatch {number}, and {there} in the first."
                 )
+    numbers = [number for records in everyone for number, *_ in records]
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
     leaves, per_sample = [], []
     for place, name in enumerate(names):
         own = [leaves_of[place][1] for _, leaves_of, _ in flat]
         all_described = [[record[2][place] for record in records] for records in everyone]
-        values = _gather_leaf(own, all_described, dp)
+        gathered = _gather_leaf(own, all_described, dp)
+        values = [gathered[at] for at in order]
         joined, is_per_sample = _join(values, counts, f"{what}{name}")
         leaves.append(joined)
         per_sample.append(is_per_sample)
@@ -169,7 +172,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) -> list[Any]:
-    """Return one leaf of every microbatch, in their order (ranks own blocks of consecutive ones)."""
+    """Return one leaf of every microbatch, rank after rank."""
     if dp is None:
         return own
     flat = [leaf for records in described for leaf in records]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,22 +19,21 @@ from paceline.torch_seams.trees import tree_map_only
 Metric = Callable[[Any, Any], Any] | tuple[Any, Callable[[Any, Any], Any]]
 
 
-def share_results(results: Sequence[Any], mesh: Mesh | None) -> list[Any]:
+def share_results(results: Sequence[tuple[int, Any]], mesh: Mesh | None) -> list[Any]:
     """Return the results of all microbatches of a global batch, in their order; collective.
 
-    Ranks own blocks of consecutive microbatches, so the ranks' results follow each other. Tensors are on the
-    CPU: they are counted and not computed with.
+    Tensors are on the CPU: they are counted and not computed with.
 
     Args:
-        results: of this rank's microbatches; none where another rank of pp has them.
+        results: of this rank's microbatches, with their numbers; none where another rank of pp has them.
         mesh: the ranks, or `None` for one.
     """
     own: list[Any] = tree_map_only(Tensor, lambda each: each.detach().cpu(), list(results))
     if mesh is None:
-        return own
+        return [each for _, each in own]
     found: list[Any] = [None] * mesh.dp.size
     dist.all_gather_object(found, own, group=mesh.dp.group)
-    joined = [[each for part in found for each in part]]
+    joined = [[each for _, each in sorted(chain.from_iterable(found), key=itemgetter(0))]]
     if mesh.pp.size > 1:
         dist.broadcast_object_list(joined, group=mesh.pp.group, group_src=mesh.homes[-1])
     return joined[0]

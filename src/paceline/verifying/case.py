@@ -44,6 +44,7 @@ class Case:
         differences: of all ranks.
         watched: of the reference's watched step, `None` if it was not watched.
         observed: of that step, by rank.
+        turns: how many data ranks take microbatches in turns, see `data.share.list_numbers`.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Case:
     differences: Sequence[Difference]
     watched: WatchedFacts | None = None
     observed: Sequence[Observed] = ()
+    turns: int = 1
 
     @property
     def step(self) -> int:
@@ -109,7 +111,7 @@ class Case:
 
     def owned(self, dp_rank: int) -> range:
         """Return the microbatches that a place of dp computes."""
-        return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank)
+        return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank, turns=self.turns)
 
     def name_ranks(self, ranks: Iterable[int]) -> str:
         """Return a phrase such as `on rank 1 only`, `on ranks 2 and 3 of 4`, `on all 4 ranks`."""

@@ -258,7 +258,7 @@ class _OpenedUser:
             return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.dim() else tensor, batch)
 
         owned = owned_microbatches(
-            len(cuts), layout.dp, layout.find_dp_rank(trainer.world.rank), trainer.num_slots
+            len(cuts), layout.dp, layout.find_dp_rank(trainer.world.rank), trainer.num_slots, trainer.turns
         )
         return Share(
             epoch=0,
@@ -268,4 +268,5 @@ class _OpenedUser:
             microbatches=[(number, cut(*cuts[number])) for number in owned],
             samples=[range(*cuts[number]) for number in owned],
             start=start,
+            turns=trainer.turns,
         )

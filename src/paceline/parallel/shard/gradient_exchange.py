@@ -7,11 +7,15 @@ of parameters, `[num_shards, chunk]`, whose row s is the chunk of rank s of dp_s
 Fast: the sum over dp_shard after every microbatch; then, once per step, the all-reduce of the chunk over
 dp_replicate.
 
-Exact: nothing is sent before the step's last microbatch. Each microbatch's flat vector is kept and added in
-the order of the tree of `comm/tree.py`. The last call sums the subtrees of all ranks of dp, replicas
-included, in that order. Until then the call returns -0.0, which changes no bit when it is added. So the bits
-are those of replicas and of one process: padding is zero everywhere, and every number is added in its own
-place, independent of its neighbours. Compressed: the same with slots. Rows are encoded one by one, and
+Exact: after every microbatch, each rank gets its chunk of the vectors of all ranks of dp_shard, and adds
+these in the order of the tree of `comm/tree.py`. The ranks take microbatches in turns, so what one round
+brings are neighbours in the tree, and few chunks have to be kept. The last call sums over replicas, in the
+same order. Until then the call returns -0.0, which changes no bit when it is added. So the bits are those of
+replicas and of one process: padding is zero everywhere, and every number is added in its own place,
+independent of its neighbours.
+
+With zero=1, if gradients are compressed, and if ranks that share data stand between those of a copy, whole
+vectors are kept and added up to the step's last microbatch. Compressed rows are encoded one by one, and
 fully_shard cuts between rows.
 
 Order of the collectives: fully_shard calls these objects one after the other, from the thread that runs
@@ -32,6 +36,8 @@ from torch import Tensor
 from paceline.comm.collectives import all_gather
 from paceline.comm.exchange import nothing_like
 from paceline.comm.residuals import RowRange
+from paceline.comm.tree import TreeSum
+from paceline.data.share import list_numbers
 from paceline.parallel.shard.setup import Unit
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import keep_for_stream, list_present
@@ -56,6 +62,8 @@ class StepProgress:
         silent: whether nothing is sent, see `Shards.silenced`.
         scale: the factor of the round's gradients; 0 drops them, whatever they are.
         num_owned: per rank of dp, the number of microbatches that it computes in this step.
+        turns: how many ranks take microbatches in turns, see `data.share.list_numbers`.
+        number: of the round in the step.
         waited_s: seconds spent in collectives since it was last set to 0.
         signature: a number derived from the groups that were gathered and reduced in this step, in order.
     """
@@ -67,15 +75,22 @@ class StepProgress:
         self.silent = False
         self.scale = 1.0
         self.num_owned: tuple[int, ...] = ()
+        self.turns = 1
+        self.number = -1
         self.waited_s = 0.0
         self.signature = 0
 
-    def begin(self, num_owned: tuple[int, ...]) -> None:
+    def begin(self, num_owned: tuple[int, ...], turns: int) -> None:
         """Start a step."""
         self.num_rounds = max(num_owned, default=0)
-        self.num_owned = num_owned
+        self.num_owned, self.turns, self.number = num_owned, turns, -1
         self.signature = 0
         self.scale = 1.0
+
+    def list_leaves(self, ranks: range) -> list[int | None]:
+        """Return the microbatch that each of some ranks of dp has in this round."""
+        own = [list_numbers(self.num_owned, self.turns, rank) for rank in ranks]
+        return [each[self.number] if self.number < len(each) else None for each in own]
 
     def apply_scale(self, gradients: Tensor) -> None:
         """Multiply gradients of this round by its scale, in place."""
@@ -152,7 +167,8 @@ class ChunkSum(ReduceScatter):
         is_complete: whether the sum of this step is known.
 
     Communication, fast: per call (n-1)/n times the group's bytes sent by every rank of dp_shard, and in the
-    last call of a step an all-reduce of 1/n of them over dp_replicate. Exact: see `comm/exchange.py`.
+    last call of a step an all-reduce of 1/n of them over dp_replicate. Exact: the same per call, and in the
+    last one an exchange of 1/n of them, see `comm/exchange.py`.
     """
 
     def __init__(self, rounds: StepProgress, number: int, unit: Unit, ranks: RankSum) -> None:
@@ -162,13 +178,15 @@ class ChunkSum(ReduceScatter):
         self._unit = unit
         self._ranks = ranks
         self._sum = GradientSum(ranks, list_present)
+        self._rows = TreeSum[Tensor](0, Tensor.add_)
         self._partial: Tensor | None = None
         self._places: Places | None = None
 
     def begin(self) -> None:
         """Start a step."""
         self.is_complete, self._partial = False, None
-        self._sum.begin(self._rounds.num_owned)
+        self._sum.begin(self._rounds.num_owned, self._rounds.turns)
+        self._rows = TreeSum(sum(self._rounds.num_owned), Tensor.add_)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -184,6 +202,11 @@ class ChunkSum(ReduceScatter):
         rounds, is_exact = self._rounds, self._ranks.is_exact
         self.is_complete = rounds.is_last
         rounds.apply_scale(input_tensor)
+        if self._ranks.sends_rows:
+            started_s = time.perf_counter()
+            self._send_rows(input_tensor, output_tensor)
+            rounds.waited_s += time.perf_counter() - started_s
+            return
         if is_exact and rounds.index is not None:
             # fully_shard drops the vector after the call, and nothing else is written into it.
             self._sum.add(rounds.index, [input_tensor])
@@ -206,6 +229,29 @@ class ChunkSum(ReduceScatter):
             else:
                 output_tensor.zero_()
             rounds.waited_s += time.perf_counter() - started_s
+
+    def _send_rows(self, vector: Tensor, chunk: Tensor) -> None:
+        """Add this rank's chunk of the round's vectors; return the sum in the last round."""
+        rounds, ranks = self._rounds, self._ranks
+        if rounds.silent:
+            chunk.copy_(vector.view(ranks.num_shards, -1)[ranks.shard])
+            return
+        rounds.note(2 * self._number + 1)
+        first = ranks.rank - ranks.rank % ranks.num_shards
+        leaves = rounds.list_leaves(range(first, first + ranks.num_shards))
+        arrived = ranks.send_rows(vector)
+        for leaf, row in zip(leaves, arrived, strict=True):
+            if leaf is not None:
+                self._rows.push((leaf, leaf + 1), row)
+        if not rounds.is_last:
+            self._rows.replace(_copy_out)
+            chunk.copy_(nothing_like(chunk))
+            return
+        rows, self._rows = [row for _, row in self._rows.subtrees], TreeSum(0, Tensor.add_)
+        if sum(rounds.num_owned):
+            ranks.join_subtrees(rows, rounds.num_owned, chunk)
+        else:
+            chunk.zero_()
 
     def _sum_now(self, vector: Tensor, chunk: Tensor) -> None:
         self._ranks.scatter(vector, chunk)
@@ -272,3 +318,9 @@ class ChunkSum(ReduceScatter):
 
 def _view(chunk: Tensor, rows: RowRange, at: int) -> Tensor:
     return chunk[at : at + rows.num_rows * rows.length].view(rows.num_rows, rows.length)
+
+
+def _copy_out(row: Tensor) -> Tensor:
+    """Return a row whose memory holds nothing else; a view would keep the chunks of all ranks."""
+    is_view = row.numel() * row.element_size() < row.untyped_storage().nbytes()
+    return row.clone() if is_view else row

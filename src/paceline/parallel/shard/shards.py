@@ -132,6 +132,7 @@ class Shards:
             shards=mesh.dp_shard,
             replicas=mesh.replicas,
             compression=compression,
+            sums_each=zero > 1,
         )
         self._chunks = [ChunkSum(self._rounds, number, unit, ranks) for number, unit in enumerate(self.units)]
         for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
@@ -183,11 +184,12 @@ class Shards:
         """
         return self._rounds.signature
 
-    def begin(self, num_owned: tuple[int, ...]) -> None:
+    def begin(self, num_owned: tuple[int, ...], turns: int = 1) -> None:
         """Start a global batch.
 
         Args:
-            num_owned: per rank of dp, the number of microbatches that it computes; numbered consecutively.
+            num_owned: per rank of dp, the number of microbatches that it computes.
+            turns: how many ranks take microbatches in turns, see `data.share.list_numbers`.
         """
         if self._is_in_round:  # a round of the last step has raised
             self._abandon_round()
@@ -202,7 +204,7 @@ class Shards:
             self._reads.end()
             self._reads = None
         self._num_steps += 1
-        self._rounds.begin(num_owned)
+        self._rounds.begin(num_owned, turns)
         self._skipped.begin()
         for chunks in self._chunks:
             chunks.begin()
@@ -217,6 +219,7 @@ class Shards:
             index: number within the global batch of this rank's microbatch; `None` for an idle round.
         """
         self._rounds.index, self._rounds.is_last = index, sync
+        self._rounds.number += 1
         self._skipped.begin_round()
         if self._reads is not None:
             self._reads.begin_round()

@@ -58,7 +58,7 @@ class WholeParameters:
         check_hooks(named)
         self._trained = [parameter for _, parameter in named]
         self._reached = set()
-        self._sum.begin(self._rounds.num_owned)
+        self._sum.begin(self._rounds.num_owned, self._rounds.turns)
 
     @contextmanager
     def round(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from paceline.comm.codec import CODECS
 from paceline.comm.collectives import reduce_scatter
 from paceline.comm.exchange import Exchange
 from paceline.comm.slots import SlotSum
-from paceline.comm.tree import OwnBlocks, TreeSum
+from paceline.comm.tree import OwnBlocks, TreeSum, plan_reduction
 from paceline.mesh import Axis
 from paceline.parallel.compress import Compression
 from paceline.parallel.sums.gradients import Gradients, add_gradients
@@ -42,6 +42,7 @@ class RankSum:
         replicas: the ranks that have the same shard, for a fast sum.
         is_exact: whether the order of additions is that of the tree.
         compression: of the gradients, with an exact sum.
+        sums_each: whether the ranks of the shards call `send_rows` for each microbatch, if `sends_rows`.
 
     Attributes:
         exchange: sums in the order of the tree; `None` in a fast sum and on one rank.
@@ -57,8 +58,10 @@ class RankSum:
         shards: Axis | None = None,
         replicas: Axis | None = None,
         compression: Compression | None = None,
+        sums_each: bool = False,
     ) -> None:
         self.group, self.is_exact, self.compression = group, is_exact, compression
+        self._is_each = sums_each
         self.rank = 0 if group is None else group.rank()
         self.num_shards, self.shard = (1, 0) if shards is None else (shards.size, shards.rank)
         # An exchange sends each rank its rows only, if the ranks of one copy are neighbours.
@@ -70,6 +73,9 @@ class RankSum:
         self._shards = shards
         self._replicas = replicas
         self.exchange = None if group is None or not is_exact else Exchange(group, device)
+        self._replica_exchange = None
+        if self.sends_rows and replicas is not None and replicas.size > 1:
+            self._replica_exchange = Exchange(replicas.group, device)
         self.slots = None
         if compression is not None:
             codec, residuals = CODECS[compression.settings.kind], compression.residuals
@@ -85,9 +91,14 @@ class RankSum:
         """Whether a fast sum goes on over replicas."""
         return self._replicas is not None and self._replicas.size > 1
 
-    def cut(self, num_owned: tuple[int, ...]) -> OwnBlocks:
+    @property
+    def sends_rows(self) -> bool:
+        """Whether an exact sum can send each microbatch's rows at once to the ranks that keep them."""
+        return self._is_each and self.is_exact and self.compression is None and self._num_cut > 1
+
+    def cut(self, num_owned: tuple[int, ...], turns: int = 1) -> OwnBlocks:
         """Return the blocks of microbatches that this rank adds; see `GradientSum.begin`."""
-        own = OwnBlocks.whole(num_owned)
+        own = OwnBlocks.whole(num_owned, turns)
         if self.compression is None:
             return own
         slots = self.compression.cut(num_owned, self.rank)
@@ -114,6 +125,30 @@ class RankSum:
         row = vector.new_empty(len(vector) // self.num_shards) if row is None else row
         sum_rows(row, vector, self._shards.group)
         return row
+
+    def send_rows(self, vector: Tensor) -> Tensor:
+        """Return what the ranks of the shards have of this rank's row [num_shards, length], from their
+        vectors."""
+        assert self._shards is not None
+        arrived = torch.empty_like(vector)
+        dist.all_to_all_single(arrived, vector, group=self._shards.group)
+        return arrived.view(self.num_shards, -1)
+
+    def join_subtrees(self, rows: list[Tensor], num_owned: tuple[int, ...], total: Tensor) -> None:
+        """Sum the subtrees of a row over the replicas into `total`; may overwrite them.
+
+        Args:
+            rows: this replica's subtrees.
+            num_owned: per data rank, how many microbatches it computes.
+            total: as long as a row.
+        """
+        if self._replica_exchange is None:
+            [row] = rows
+            total.copy_(row)
+            return
+        starts = range(0, len(num_owned), self.num_shards)
+        plan = plan_reduction(tuple(sum(num_owned[n : n + self.num_shards]) for n in starts))
+        self._replica_exchange.sum_subtrees(rows, plan, total)
 
     def join(self, row: Tensor, *, async_op: bool = False) -> dist.Work | None:
         """Sum a row over the replicas, in place."""
@@ -146,13 +181,14 @@ class GradientSum:
         self._rows: list[Tensor] = []
         self._works: list[dist.Work | None] | None = None
 
-    def begin(self, num_owned: tuple[int, ...]) -> None:
+    def begin(self, num_owned: tuple[int, ...], turns: int = 1) -> None:
         """Start a global batch.
 
         Args:
-            num_owned: per data rank, the number of microbatches that it computes, numbered consecutively.
+            num_owned: per data rank, the number of microbatches that it computes.
+            turns: how many data ranks take microbatches in turns, see `data.share.list_numbers`.
         """
-        self.own = self.ranks.cut(num_owned)
+        self.own = self.ranks.cut(num_owned, turns)
         self._trees = [TreeSum(len(leaves), add_gradients) for leaves in self.own.leaves]
         self._arrived, self._rows, self._works = None, [], None
 

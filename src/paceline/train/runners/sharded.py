@@ -71,7 +71,7 @@ class ShardedRunner(Runner):
     def _rounds(self, work: Work) -> Generator[Round, None, None]:
         """Yield equally many microbatches on every rank, because all ranks gather in each forward."""
         share, shards, experts = work.share, self._shards, self._experts
-        shards.begin(share.num_owned)
+        shards.begin(share.num_owned, share.turns)
         if not shards.num_rounds:
             work.launch.now()
             return
