@@ -67,6 +67,7 @@ def try_loop(name: str, num_kills: int, draws: random.Random) -> bool:
         done = starts = 0
         code: int | None = None
         while code != 0:
+            began_s = time.monotonic()
             job = start(name, *layouts[starts % len(layouts)], killed)
             starts += 1
             try:
@@ -81,6 +82,7 @@ def try_loop(name: str, num_kills: int, draws: random.Random) -> bool:
                 code = job.wait(_LONGEST_S)
             if code == 0 and done < num_kills:  # it ended too early to be killed: once more from the start
                 assert hash_of(killed) == hash_of(whole)
+                lasts_s = min(lasts_s, time.monotonic() - began_s)
                 killed, code = Path(scratch) / f"killed-{starts}", None
         is_same = hash_of(killed) == hash_of(whole)
         print(
