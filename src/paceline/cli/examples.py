@@ -11,6 +11,7 @@ EXAMPLES = {
     "verify": 'verify recipes/gpt-stdlib.toml --layout "dp_shard=2"',
     "checkpoint": "checkpoint show runs/gpt-stdlib",
     "compare": "compare runs/before runs/after",
+    "import": "import ds_config.json -o recipe.toml",
     "checkpoint show": "checkpoint show runs/gpt-stdlib --tensors",
     "checkpoint verify": "checkpoint verify runs/gpt-stdlib",
     "checkpoint hash": "checkpoint hash runs/gpt-stdlib",

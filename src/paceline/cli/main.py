@@ -32,6 +32,7 @@ _COMMANDS = (
     "verify",
     "checkpoint",
     "compare",
+    "import_config",
     "bench",
     "plan",
     "probe",
