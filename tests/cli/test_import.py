@@ -255,6 +255,9 @@ def test_a_command_starts_accelerates_ranks(capsys: pytest.CaptureFixture[str], 
     assert "dtype='bf16'" in shown
     (tmp_path / "a.yaml").write_text("distributed_type: NO\nmain_process_ip: null\ndebug: 2001-01-01\n")
     assert main(["import", str(tmp_path / "a.yaml"), "--json"]) == 0
+    (tmp_path / "ds_config").write_text(json.dumps(ZERO_3))
+    assert main(["import", str(tmp_path / "ds_config")]) == 0
+    assert "\nTrainer(..., layout='offload=cpu dp_shard=auto', microbatch_size=4, " in capsys.readouterr().out
     (tmp_path / "a.json").write_text('{"a":' * 900 + "1" + "}" * 900)
     assert main(["import", str(tmp_path / "a.json")]) == 1
     with pytest.raises(SystemExit):

@@ -18,6 +18,7 @@ Reads a DeepSpeed JSON or an Accelerate YAML, and names for each key what Paceli
 out, or why it is refused. Prints the layout, the arguments of Trainer, the sections of a recipe and the
 command that starts ranks. Exits with 1 if a key that may change results is refused.
 """
+_YAML = (".yaml", ".yml")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 _RATE = {"lr": 1e-3, "weight_decay": 0.0}
 # Where a file leaves out a number, DeepSpeed's own default holds, and not that of a recipe.
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe.load import BUILT_IN, parse_recipe
 
     config = _read(args.file)
-    is_accelerate = args.file.suffix != ".json" or "distributed_type" in config
+    is_accelerate = args.file.suffix in _YAML or "distributed_type" in config
     outcomes = translate(config, ACCELERATE if is_accelerate else DEEPSPEED)
     kind = config.get("distributed_type")
     for number, each in enumerate(outcomes):
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         becomes = f"{each.to} = {each.becomes}" if each.to else ""
         says = ": ".join(filter(None, (becomes, each.says)))
         print(f"{each.state:<9} {each.key} = {json.dumps(each.value, default=str)}: {says}")
-    arguments = ", ".join(f"{name}={value!r}" for name, value in trainer.items())
+    arguments = "".join(f", {name}={value!r}" for name, value in trainer.items())
     kind = {"adamw": "AdamW", "sgd": "SGD"}.get(str(found.get("optimizer.kind")))
     if kind:
         options = {name: value for name, value in table["optimizer"].items() if name in _OPTIONS}
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         arguments += f", optimizer=lambda named: torch.optim.{kind}([p for _, p in named]{words})"
     batch = found.get("train.global_batch_size")
     loader = f"\ntrainer.loader(data, global_batch_size={batch})" if batch else ""
-    print(f"\nTrainer(..., {arguments}){loader}\n\n{text}" + (f"\n{command}" if command else ""))
+    print(f"\nTrainer(...{arguments}){loader}\n\n{text}" + (f"\n{command}" if command else ""))
     if refused:
         print(
             f"\nrefused: {len(refused)} of {len(outcomes)} keys" + (", nothing is written" * bool(args.out))
@@ -225,7 +226,7 @@ def _read(path: Path) -> dict[str, Any]:
     saw = "no table of keys"
     try:
         text = read_file(path, 1 << 20).decode("utf-8-sig")
-        config = _parse_yaml(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+        config = _parse_yaml(text) if path.suffix in _YAML else json.loads(text)
         if isinstance(config, dict) and config and all(isinstance(key, str) for key in config):
             return config
     except (OSError, ValueError, RecursionError) as error:

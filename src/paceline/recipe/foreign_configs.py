@@ -175,7 +175,11 @@ ACCELERATE: dict[str, Row] = {
     "main_process_ip": Row("--master-addr", "", str),
     "main_process_port": Row("--master-port", "", _count),
     "rdzv_backend": Row("--rdzv-backend", "", {"static": None, "c10d": "c10d"}),
-    "mixed_precision": Row("train.dtype", "", {"no": "fp32", "bf16": "bf16", "fp16": "fp16", False: "fp32"}),
+    "mixed_precision": Row(
+        "train.dtype",
+        "autocast over weights in fp32, under FSDP and DeepSpeed too",
+        {"no": "fp32", "bf16": "bf16", "fp16": "fp16", False: "fp32"},
+    ),
     "use_cpu": Row("train.device", "", {True: "cpu", False: None}),
     "gradient_accumulation_steps": _FOLLOWS,
     "gpu_ids": Row("CUDA_VISIBLE_DEVICES", "", lambda ids: None if ids == "all" else str(ids)),
