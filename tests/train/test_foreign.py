@@ -44,7 +44,12 @@ TRAINER = {
     "microbatchsize": "use microbatch_size=",
     "xyz": "Leave xyz= out",
 }
-LOADER = {"batch_size": "global_batch_size=", "collate_fn": "collate=", "sampler": "divides and shuffles"}
+LOADER = {
+    "batch_size": "global_batch_size=",
+    "collate_fn": "collate=",
+    "sampler": "divides and shuffles",
+    "microbatch_size": "Pass microbatch_size= to Trainer.",
+}
 
 
 def test_words_of_other_tools_are_explained() -> None:

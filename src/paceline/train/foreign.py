@@ -98,17 +98,17 @@ def explain_arguments(call: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            name = f"{type(args[0]).__name__}.{call.__name__}"
-            raise _argument_error(name, signature, kwargs, str(error)) from None
+            raise _argument_error(type(args[0]), call.__name__, signature, kwargs, str(error)) from None
         return call(*args, **kwargs)
 
     return explained
 
 
 def _argument_error(
-    name: str, signature: inspect.Signature, kwargs: Mapping[str, Any], reason: str
+    owner: type, call: str, signature: inspect.Signature, kwargs: Mapping[str, Any], reason: str
 ) -> PacelineError:
-    name = name.removesuffix(".__init__")
+    name = f"{owner.__name__}.{call}".removesuffix(".__init__")
+    to_build = inspect.signature(owner).parameters
     known = [key for key in signature.parameters if key != "self"]
     unknown = [key for key in kwargs if key not in known]
     positional = [
@@ -118,7 +118,11 @@ def _argument_error(
         "PL929",
         saw=f"{name}({', '.join(f'{key}=...' for key in unknown)}): {reason}.",
         rule=f"{name} takes {', '.join(positional)} in order, and the rest by name.",
-        fix=" ".join(_explain(key, known) for key in unknown) or f"Its names are {', '.join(known)}.",
+        fix=" ".join(
+            f"Pass {key}= to {owner.__name__}." if key in to_build else _explain(key, known)
+            for key in unknown
+        )
+        or f"Its names are {', '.join(known)}.",
     )
 
 
