@@ -133,6 +133,37 @@ def test_a_node_that_others_cannot_reach_and_one_that_never_comes(nodes: Nodes, 
     assert codes == [1, 1]
 
 
+def test_a_node_that_sends_slowly_and_receives_fast(nodes: Nodes, tmp_path: Path) -> None:
+    shape = ["tc", "-n", nodes.namespace(1), "qdisc", "replace", "dev", "eth0", "root"]
+    shape += ["tbf", "rate", "20mbit", "burst", "4000", "latency", "100ms"]
+    subprocess.run(shape, check=True)
+    table, _, _ = ask(nodes, tmp_path, "--no-collectives")
+    found = told(table)
+    assert len(found) == 1, found
+    assert found[0].startswith("all links from node1: "), found
+
+
+def test_a_node_whose_packets_are_lost_on_the_way_out(nodes: Nodes, tmp_path: Path) -> None:
+    """What node 1 sends to node 2 is lost, and what node 2 sends arrives."""
+    words = ["neigh", "replace", nodes.address(2), "lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+    subprocess.run(["ip", "-n", nodes.namespace(1), *words, "dev", "eth0"], check=True)
+    table, _, _ = ask(nodes, tmp_path, "--no-collectives")
+    found = told(table)
+    assert found
+    assert all("PL984" in line and "node1" in line and "node2" in line for line in found), found
+
+
+def test_a_link_that_loses_packets(nodes: Nodes, tmp_path: Path) -> None:
+    lose = ["tc", "-n", nodes.switch, "qdisc", "replace", "dev", "p2", "root", "netem", "loss", "5%"]
+    done = subprocess.run(lose, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this kernel cannot lose packets: {done.stderr.strip()}")
+    table, _, _ = ask(nodes, tmp_path, "--no-collectives")
+    found = told(table)
+    assert found
+    assert all("PL985" in line and "node2" in line for line in found), found
+
+
 def test_wrong_results_of_one_node(nodes: Nodes, tmp_path: Path) -> None:
     """A patched torch on node 1 adds one to what an all-reduce returns."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -380,6 +380,23 @@ def test_all_join_at_different_places() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_own"),
+    [
+        ("'gloo', timeout=datetime.timedelta(seconds=5)", False),
+        ("backend=name, device_id=device", False),
+        ("'gloo', rank=0", True),
+        ("'gloo', 'tcp://node0:29500'", True),
+    ],
+)
+def test_only_arguments_that_say_where_ranks_meet_are_a_cause(arguments: str, is_own: bool) -> None:
+    job = Job(2)
+    for rank in (0, 1):
+        job.is_in(rank, *JOINING, user(1, "<module>"), phase="joining")
+    said = " ".join(explain(job, f"dist.init_process_group({arguments})\n").more)
+    assert ("the script itself sets how the ranks meet" in said) == is_own
+
+
 def test_where_a_wrong_world_size_comes_from() -> None:
     text = (
         'parser.add_argument("--world-size", type=int, default=3)\n'

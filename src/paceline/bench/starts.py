@@ -6,10 +6,12 @@ own that is removed.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -111,7 +113,7 @@ class Measured:
         times = None if table is None else RankTimes(**table)
         if times is not None and times.block_s.get(WHOLE):
             return times
-        tail = "\n".join(said.strip().splitlines()[-_TAIL_LINES:])
+        tail = "\n".join(map(_read_error, said.strip().splitlines()[-_TAIL_LINES:]))
         steps = "no optimizer step" if times is None or not times.count else f"{times.count} optimizer steps"
         raise PacelineError(
             "PL955",
@@ -182,6 +184,14 @@ def refuse_one_rank(num_ranks: int) -> None:
             rule="One rank does not communicate.",
             fix="Use two ranks or more: --nproc 2.",
         )
+
+
+def _read_error(line: str) -> str:
+    """Return a line of output; of an error as JSON, what people read of it."""
+    with suppress(ValueError, KeyError, TypeError):
+        error = json.loads(line)["error"]
+        return f"{error['saw']} {error['fix']} [{error['code']}]"
+    return line
 
 
 def _read_profile(folder: Path) -> Profile | None:

@@ -126,11 +126,8 @@ def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) ->
             run.set(one.attrs, "#entries", {**entries, str(key.const): value})
         elif one.kind in ("list", "dict"):
             run.set(one.attrs, "#items", None)
-            run.set(
-                one.attrs,
-                "#element",
-                value if one.fact("element") is None else join(one.fact("element"), value),
-            )
+            element = one.fact("element")
+            run.set(one.attrs, "#element", value if element is None else join(element, value))
             if one.kind == "dict":
                 run.set(one.attrs, "#entries", None)
         taint = one.taint | value.taint | (key.taint & ~Taint.UNKNOWN)
@@ -173,11 +170,8 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
         return element
     if items:
         return join_items(items)
-    return Value(
-        "tensor" if owner.kind == "tensor" else "",
-        taint=owner.taint | (key.taint & ~Taint.UNKNOWN),
-        deps=owner.deps,
-    )
+    kind = "tensor" if owner.kind == "tensor" else ""
+    return Value(kind, taint=owner.taint | (key.taint & ~Taint.UNKNOWN), deps=owner.deps)
 
 
 def iterate(run: Any, source: Value, node: ast.AST) -> Value:
@@ -359,9 +353,10 @@ def call_method(
         return owner
     kind = owner.kind if owner.kind == "tensor" else ""
     taint = mix([owner, *values])
-    if owner.kind not in ("tensor", "list", "dict", "tuple") and not (
-        owner.kind == "" and owner.taint & Taint.LOCAL
-    ):
+    is_own = owner.kind in ("tensor", "list", "dict", "tuple") or (
+        not owner.kind and owner.taint & Taint.LOCAL
+    )
+    if not is_own:
         taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
     value = Value(kind, taint=taint, deps=owner.deps | deps_of(values), node=node)
     inherit(value, [owner])
@@ -380,9 +375,8 @@ def _call_super(
     me: Value = owner.ref
     if me.kind not in ("instance", "model", "dataset", "optimizer") or me.script_class is None:
         return unknown()
-    current = next(
-        (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name)), me.ref
-    )
+    inside = (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name))
+    current = next(inside, me.ref)
     for base in current.bases:
         if base.kind == "class":
             member = base.ref.find(name)

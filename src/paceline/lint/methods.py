@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import Any
 
 from paceline.lint.facts import (
@@ -74,15 +75,13 @@ def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value],
     values = [*args, *kwargs.values()]
     taint = mix(values)
     deps = deps_of(values) | model.deps | {model}
-    is_mean = model.kind == "model" and isinstance(model.ref, str) and model.ref.endswith("Loss")
-    if is_mean:
+    if model.kind == "model" and isinstance(model.ref, str) and model.ref.endswith("Loss"):
         mean = {"#mean": model.fact("mean")}
         return Value("tensor", taint=taint, deps=deps - {model}, node=node, attrs=mean)
     shares = model.kind == "ddp" and model.fact("broadcast_buffers") is not False
-    run.emit(
-        "forward", node, model=model, buffers=shares and buffers_of(model), is_quiet=is_quiet(run, model)
-    )
-    run.set(model.attrs, "#forward_quiet", is_quiet(run, model))
+    quiet = is_quiet(run, model)
+    run.emit("forward", node, model=model, buffers=shares and buffers_of(model), is_quiet=quiet)
+    run.set(model.attrs, "#forward_quiet", quiet)
     return Value("tensor", taint=taint, deps=deps if run.no_grad == 0 else frozenset(), node=node)
 
 
@@ -133,11 +132,8 @@ def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
         return Value("tensor", deps=owner.deps | {owner}, node=node)
     if owner.kind == "tensor" and name == "shape":
         shape = owner.fact("shape")
-        return (
-            sequence((constant(one) for one in shape), "tuple")
-            if shape
-            else unknown(owner.taint & ~Taint.LOCAL)
-        )
+        known = sequence((constant(one) for one in shape or ()), "tuple")
+        return known if shape else unknown(owner.taint & ~Taint.LOCAL)
     return None
 
 
@@ -195,12 +191,9 @@ def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]
     if all(value.is_known for value in values) and name in words(
         "format join lower upper strip startswith endswith replace"
     ):
-        try:
-            return Value(
-                const=getattr(owner.const, name)(*(arg.const for arg in args)), taint=mix([owner, *values])
-            )
-        except Exception:
-            return None
+        with suppress(Exception):
+            return constant(getattr(owner.const, name)(*(arg.const for arg in args)), mix([owner, *values]))
+        return None
     # A path: what it says of files may differ.
     taint = Taint.NONE if hasattr(str, name) else Taint.UNKNOWN
     return unknown(mix([owner, *values]) | taint)
@@ -344,9 +337,8 @@ def _of_dict(c: KnownCall) -> Value | None:
 
 def copied(value: Value) -> Value:
     """Return another object of which the same is known."""
-    return Value(
-        value.kind, value.const, value.taint, value.ref, value.deps, value.node, attrs=dict(value.attrs)
-    )
+    attrs = dict(value.attrs)
+    return Value(value.kind, value.const, value.taint, value.ref, value.deps, value.node, attrs)
 
 
 @known("detach", of="tensor")

@@ -58,9 +58,7 @@ def list_tokens(items: Sequence[Item], place: WitnessPlace, other: WitnessPlace 
                 found.append(Token("loop", ("loop", id(item.node)), loop=item, parts=[body]))
         elif isinstance(item, BranchItem):
             arms = [list_tokens(arm, place, other) for arm in item.arms]
-            if len(arms) == 1 or (
-                _shape(arms[0]) == _shape(arms[-1]) and len({_shape(arm) for arm in arms}) == 1
-            ):
+            if len({_shape(arm) for arm in arms}) == 1:
                 found += arms[0]
             elif any(arms):
                 found.append(Token("branch", ("branch", id(item.node)), parts=arms))
@@ -87,11 +85,8 @@ def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None
         model = event.model
         if model.fact("group") is not None:
             return
-        if (
-            (event.buffers and event.is_quiet is False)
-            or model.kind == "fsdp"
-            or (model.kind == "model" and model.fact("sharded"))
-        ):
+        is_sharded = model.kind == "fsdp" or (model.kind == "model" and model.fact("sharded"))
+        if is_sharded or (event.buffers and event.is_quiet is False):
             yield Token("event", ("forward", id(model.node)), event)
     elif event.kind == "backward":
         for model, quiet in sorted(event.quiet.items(), key=_place_of):
@@ -161,11 +156,8 @@ def _compare_same(
     if one.loop is not None and other.loop is not None:
         counts = one.loop.count, other.loop.count
         if None not in counts and counts[0] != counts[1] and not one.loop.is_joined:
-            saw = (
-                f"this loop has {counts[0]} rounds on rank {places[0].rank} and {counts[1]} on rank "
-                f"{places[1].rank}, "
-                "and there is a collective in it."
-            )
+            rounds = f"{counts[0]} rounds on rank {places[0].rank} and {counts[1]} on rank {places[1].rank}"
+            saw = f"this loop has {rounds}, and there is a collective in it."
             yield _Difference("PL004", one.loop.node, one.loop.path, saw)
     for part, other_part in zip(one.parts, other.parts, strict=False):
         yield from _compare(part, other_part, places)
@@ -233,23 +225,16 @@ def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a list for all_gather whose length is not the group's size."""
     for witness in witnesses:
         for event in witness.events("coll"):
-            if (
-                event.op not in ("all_gather", "all_gather_object")
-                or event.length is None
-                or event.out.kind != "list"
-                or event.spawned
-            ):
+            is_gather = event.op in ("all_gather", "all_gather_object") and not event.spawned
+            if not is_gather or event.length is None or event.out.kind != "list":
                 continue
             group = event.group
             size: int | None = witness.place.world
             if group is not None and not group.is_none:
                 members = group.fact("members") if group.kind == "group" else None
                 size = len(members) if members is not None and witness.place.rank in members else None
-            if (
-                size is not None
-                and event.length != size
-                and (event.length == witness.place.local_world or group is not None)
-            ):
+            is_meant = event.length == witness.place.local_world or group is not None
+            if size is not None and event.length != size and is_meant:
                 saw = f"the list has {event.length} elements, and the group {size} ranks, on two nodes of 8."
                 yield at(event, saw)
 
@@ -292,9 +277,8 @@ def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterato
             body = list_tokens(item.body, place)
             if Taint.LOCAL in item.taint and body and isinstance(item.node, ast.While):
                 yield at(item, "the loop has a collective, and ends by a value that differs between ranks.")
-            yield from _local(
-                item.body, place, _Scope([], body, [*scope.function, *scope.round, *rest, *scope.loop, *body])
-            )
+            after = [*scope.function, *scope.round, *rest, *scope.loop, *body]
+            yield from _local(item.body, place, _Scope([], body, after))
             continue
         inner = _Scope([*rest, *scope.round], scope.loop, scope.function)
         if Taint.LOCAL in item.taint and len(item.arms) == 2:
@@ -338,11 +322,8 @@ def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 names = _names(handler.type)
                 if names & _BROAD:
                     saw = f"`except {', '.join(sorted(names - {'None'}))}`".replace(" `", "`")
-                    yield Spot(
-                        handler,
-                        event.path,
-                        f"{saw} goes on after a failed collective, on the ranks where it failed.",
-                    )
+                    saw += " goes on after a failed collective, on the ranks where it failed."
+                    yield Spot(handler, event.path, saw)
 
 
 def _names(node: ast.AST | None) -> set[str]:

@@ -75,14 +75,8 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             rank, replicas = event.rank, event.replicas
             if event.spawned:
                 continue
-            size = (
-                place.world
-                if replicas is None or replicas.is_none
-                else replicas.const
-                if replicas.is_known
-                else None
-            )
-            number = place.rank if rank is None or rank.is_none else rank.const if rank.is_known else None
+            size = place.world if replicas is None or replicas.is_none else replicas.const
+            number = place.rank if rank is None or rank.is_none else rank.const
             if not isinstance(size, int) or not isinstance(number, int):
                 continue
             if rank is not None and rank.is_known and Taint.RANK not in rank.taint:
@@ -143,19 +137,12 @@ def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
     used = trains(witness)
     for event in witness.events("loader"):
         loader, workers = event.loader, event.num_workers
-        if (
-            not loader.loops
-            or loader not in used
-            or not workers.is_known
-            or not isinstance(workers.const, int)
-        ):
+        if not loader.loops or loader not in used or not isinstance(workers.const, int):
             continue
         if workers.const < 1 or event.dataset.kind != "dataset" or event.dataset.loops == loader.loops:
             continue
         size = loader.attrs["batch_size"]
-        if not size.is_known and Taint.UNKNOWN in size.taint:
-            continue
-        if not size.is_known and not size.fact("default"):
+        if not size.is_known and (Taint.UNKNOWN in size.taint or not size.fact("default")):
             continue
         yield at(event, f"each round of the loop starts {workers.const} new workers for the same dataset.")
 
@@ -165,14 +152,8 @@ def split_twice(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a DistributedSampler over data that are this rank's part already."""
     for event in witnesses[0].events("sampler"):
         rank, replicas = event.rank, event.replicas
-        place = witnesses[0].place
-        if not event.dataset.fact("split") or (
-            replicas is not None and replicas.is_known and replicas.const != place.world
-        ):
-            continue
-        if rank is not None and not rank.is_known:
-            continue
-        if replicas is not None and not replicas.is_known:
+        is_whole = replicas is None or replicas.const == witnesses[0].place.world
+        if not event.dataset.fact("split") or not is_whole or (rank is not None and not rank.is_known):
             continue
         yield at(event, f"`{name_of(event.node)}` splits data that were split by rank before.")
 

@@ -86,11 +86,8 @@ def unused_parameters(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if model.kind != "model" or model.script_class is None:
                 continue
             lineage = list(model.ref.lineage())
-            if (
-                len(lineage) > 1
-                or set(model.ref.library_bases()) != {"nn.Module"}
-                or model.ref.find("forward") is None
-            ):
+            is_plain = len(lineage) == 1 and set(model.ref.library_bases()) == {"nn.Module"}
+            if not is_plain or model.ref.find("forward") is None:
                 continue
             if not any(event.wrapper in other.deps for other in witness.events("backward")):
                 continue
@@ -100,31 +97,24 @@ def unused_parameters(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 def _unused(cls: ast.ClassDef, text: str) -> Iterator[str]:
-    init = next(
-        (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
-    )
+    methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+    init = next((node for node in methods if node.name == "__init__"), None)
     if init is None or _WALKS.search(ast.unparse(cls)):
         return
     if any(isinstance(node, ast.Name) and node.id == "self" for node in _bare_uses(cls)):
         return
     for statement in init.body:
-        if (
-            not isinstance(statement, ast.Assign)
-            or len(statement.targets) != 1
-            or not isinstance(statement.value, ast.Call)
-        ):
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
             continue
         target = statement.targets[0]
         made = statement.value.func
         last = made.attr if isinstance(made, ast.Attribute) else getattr(made, "id", "")
-        if (
-            isinstance(target, ast.Attribute)
-            and getattr(target.value, "id", "") == "self"
-            and last in _WITH_PARAMETERS
-        ):
+        name = getattr(target, "attr", "")
+        is_own = bool(name) and getattr(getattr(target, "value", None), "id", "") == "self"
+        if is_own and last in _WITH_PARAMETERS and len(statement.targets) == 1:
             code = re.sub(r"#.*", "", text)
-            if len(re.findall(rf"\b{re.escape(target.attr)}\b", code)) == 1:
-                yield target.attr
+            if len(re.findall(rf"\b{re.escape(name)}\b", code)) == 1:
+                yield name
 
 
 def _bare_uses(cls: ast.ClassDef) -> Iterator[ast.AST]:
@@ -152,9 +142,8 @@ def attribute_of_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
             continue
         if name in _OF_MODULE or name.startswith("__") or wrapper.fact("escaped"):
             continue
-        own = inner.ref.find(name) is not None or (
-            name in inner.attrs and isinstance(inner.attrs[name], Value) and inner.attrs[name].node
-        )
+        part = inner.attrs.get(name)
+        own = inner.ref.find(name) is not None or (isinstance(part, Value) and part.node)
         assigned = any(
             isinstance(node, ast.Attribute)
             and node.attr == name

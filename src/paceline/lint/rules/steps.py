@@ -12,11 +12,8 @@ from paceline.lint.values import Value
 def _models(optimizer: Value) -> set[Value]:
     """Return the models and wrappers whose parameters an optimizer has."""
     found = {dep for dep in optimizer.deps if dep.kind in ("model", "ddp", "fsdp")}
-    found |= {
-        dep.fact("wrapped")
-        for dep in optimizer.deps
-        if dep.kind == "model" and dep.fact("wrapped") is not None
-    }
+    models = [dep for dep in optimizer.deps if dep.kind == "model"]
+    found |= {dep.fact("wrapped") for dep in models if dep.fact("wrapped") is not None}
     for dep in list(found):
         if dep.kind in ("ddp", "fsdp"):
             found |= set(dep.attrs["module"].alternatives())
@@ -69,12 +66,9 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             continue
         for step in steps:
             target = step.target
-            if (
-                id(step.node) in seen
-                or target.kind != "optimizer"
-                or step.has_closure
-                or target.fact("escaped")
-            ):
+            if id(step.node) in seen or target.kind != "optimizer" or target.fact("escaped"):
+                continue
+            if step.has_closure:
                 continue
             if loop.count is not None and loop.count <= 1:
                 continue
@@ -111,12 +105,9 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
                 continue
             if any(_changes_weights(event) and event not in inside for event in found):
                 continue
+            targets = [step.target for step in stepped if step.target.kind == "optimizer"]
             for event in apart:
-                if any(
-                    _models(step.target) & set(event.deps)
-                    for step in stepped
-                    if step.target.kind == "optimizer"
-                ):
+                if any(_models(target) & set(event.deps) for target in targets):
                     yield event, size, found
 
 
@@ -130,10 +121,9 @@ def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 def _wrapper_of(event: TraceEvent) -> Value | None:
-    found: list[Value] = [
-        model for model, quiet in event.quiet.items() if quiet is False and model.kind == "ddp"
-    ]
-    return found[0] if len(event.quiet) == 1 and found and not found[0].fact("own_sync") else None
+    ((model, quiet), *others) = event.quiet.items() or [(None, None)]
+    is_synced = quiet is False and not others and model.kind == "ddp" and not model.fact("own_sync")
+    return model if is_synced else None
 
 
 @rule("PL032", "warning")
@@ -146,14 +136,9 @@ def accumulation_without_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[
     for outer, found in _rounds(witness):
         for inner in _direct_loops(outer.body):
             backwards = list(events(inner.body, "backward"))
-            if (
-                not backwards
-                or inner.count is None
-                or inner.count < 2
-                or any(events(inner.body, "step", "clear"))
-            ):
+            if len(backwards) != 1 or (inner.count or 0) < 2 or any(events(inner.body, "step", "clear")):
                 continue
-            if any(_wrapper_of(event) is None for event in backwards) or len(backwards) > 1:
+            if _wrapper_of(backwards[0]) is None:
                 continue
             steps = [event for event in found if event.kind == "step" and event.target.kind == "optimizer"]
             if any(_models(step.target) & set(backwards[0].deps) for step in steps):
@@ -184,11 +169,8 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             mine = [event for event in backwards if _models(step.target) & set(event.deps)]
             wrapped = [event for event in mine if event.quiet]
-            if (
-                wrapped
-                and len(wrapped) == len(backwards)
-                and all(all(event.quiet.values()) for event in wrapped)
-            ):
+            is_quiet = all(all(event.quiet.values()) for event in wrapped)
+            if wrapped and is_quiet and len(wrapped) == len(backwards):
                 saw = "every backward before this step is under no_sync(): ranks step by their own gradients."
                 yield at(step, saw)
 
@@ -254,10 +236,10 @@ def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
                 continue
             if wrapper.fact("own_sync") or not any(_steps(witness, dep)):
                 continue
-            yield at(
-                item,
-                "the forward calls the module inside of the wrapper, so gradients are not summed over ranks.",
+            saw = (
+                "the forward calls the module inside of the wrapper, so gradients are not summed over ranks."
             )
+            yield at(item, saw)
 
 
 def _steps(witness: WitnessTrace, model: Value) -> Iterator[TraceEvent]:

@@ -249,7 +249,11 @@ class WatchedProcess:
                 if isinstance(message, Ask):
                     self._send(pack(self._make_report(is_full=message.is_full)))
         if self._is_leaving:
-            self._send(pack(self._make_beat()))
+            beat = self._make_beat()
+            self._send(pack(beat))
+            while beat.facts:  # a beat takes some of them only
+                beat = self._make_beat()
+                self._send(pack(beat))
             report = self._make_closing_report()
             if report.calls:
                 self._send(pack(report))

@@ -244,10 +244,11 @@ def explain_joining(here: Side, there: Side, source: Source) -> list[str]:
 def _explain_meeting(here: Side, source: Source) -> list[str]:
     """Return the clue of the arguments that the script passes to init_process_group, and their origins."""
     for frame in here.frames:
-        names = dict.fromkeys(source.find_arguments(frame, "init_process_group"))
+        found = source.find_meeting(frame)
         text = source.line(frame.file, frame.line)
-        if "init_process_group" not in text or not (names or "=" in text):
+        if found is None or "init_process_group" not in text:
             continue
+        names = dict.fromkeys(found)
         patterns = [rf"^\s*{name}\s*=[^=]|--{name.replace('_', '[-_]')}\b" for name in names]
         spots = [source.find_text(frame.file, pattern) for pattern in patterns]
         origins = [_quote(spot) for spot in spots if spot and not _FROM_LAUNCHER.search(spot.text)]

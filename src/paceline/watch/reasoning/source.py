@@ -13,6 +13,7 @@ _RANK = re.compile(
     r"rank|process_index|(?<![a-z])(main|master|chief|leader|primary|coordinator)(?![a-z])", re.I
 )
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_MEETING = ("init_method", "rank", "world_size", "store")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 # Exceptions that signal an end rather than a failure.
@@ -85,17 +86,25 @@ class Source:
                 return SourceSpot(path, number, text.strip())
         return None
 
-    def find_arguments(self, frame: Frame, function: str) -> list[str]:
-        """Return the names in the arguments of a function's call at a line."""
+    def find_meeting(self, frame: Frame) -> list[str] | None:
+        """Return the names in the arguments of init_process_group at a line that say where ranks meet, and as
+        whom; `None` if there is no such argument."""
         for node, _ in self._around(frame):
             for call in ast.walk(node) if isinstance(node, ast.stmt) else ():
                 is_here = isinstance(call, ast.Call) and call.lineno <= frame.line <= (call.end_lineno or 0)
-                if is_here and isinstance(call, ast.Call) and ast.unparse(call.func).endswith(function):
-                    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+                if (
+                    is_here
+                    and isinstance(call, ast.Call)
+                    and ast.unparse(call.func).endswith("init_process_group")
+                ):
+                    values = [*call.args[1:2], *call.args[3:]]  # without backend and timeout
+                    values += [each.value for each in call.keywords if each.arg in (*_MEETING, None)]
+                    if not values:
+                        return None
                     inside = [n for value in values for n in ast.walk(value)]
                     names = [n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in inside]
                     return [name for name in names if name]
-        return []
+        return None
 
     def find_rank_condition(self, frame: Frame) -> SourceSpot | None:
         """Return the condition on the rank, in its function, that leads to a line: an `if`, or an exit above

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from paceline.watch.protocol.report import Fact
@@ -18,21 +18,11 @@ _MOST_BYTES_PER_BEAT = 64 << 10
 _MANY_FRAMES = 4
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    kind: str
-    event: str
-    ranks: tuple[int, ...]
-    passes: int
-    marks: tuple[Mark, ...]
-    values: Mapping[str, Any]
-
-
 class Outbox:
     """The facts that no beat has taken yet; the newest are dropped if there are too many."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[tuple[Fact, tuple[Mark, ...]]] = deque()
 
     def put(
         self,
@@ -45,21 +35,21 @@ class Outbox:
     ) -> None:
         """Add a fact; see `Fact`. Values may be samples that have not arrived."""
         if len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(_Waiting(kind, event, ranks, passes, marks, values))
+            self._waiting.append((Fact(kind, event, ranks, passes, values), marks))
 
     def drain(self) -> tuple[Fact, ...]:
         """Return the facts that a beat may take; called by the watching thread."""
         found: list[Fact] = []
         num_bytes = 0
         while self._waiting and num_bytes < _MOST_BYTES_PER_BEAT:
-            first = self._waiting[0]
+            first, marks = self._waiting[0]
             if not all(map(_is_here, first.values.values())):
                 break
             self._waiting.popleft()
             values = {name: _read(value) for name, value in first.values.items()}
             num_bytes += len(json.dumps(values))
-            frames = own_frames(resolve(first.marks))[:_MANY_FRAMES]
-            found.append(Fact(first.kind, first.event, first.ranks, first.passes, values, frames))
+            frames = own_frames(resolve(marks))[:_MANY_FRAMES]
+            found.append(replace(first, values=values, frames=frames))
         return tuple(found)
 
 
