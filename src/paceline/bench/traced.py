@@ -210,14 +210,13 @@ def _record_kept(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str,
         seen = {_identify(twin) for twin in twins.values()}
         alive: list[Any] = []
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> None:  # a graph that holds its own outputs is never collected
             storage = tensor.untyped_storage()
             key = _identify(tensor)
             if key not in seen:
                 seen.add(key)
                 alive.append(storage)
                 found[where[-1]].append((storage.nbytes(), tensor.shape[-1] if tensor.dim() else 1))
-            return tensor
 
         for name, block in find_blocks(model):
             if name:
@@ -227,10 +226,8 @@ def _record_kept(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str,
                 stack.callback(leave.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         holder = _Holder(model, run)
-        result = functional_call(
-            holder, {f"model.{name}": fake for name, fake in fakes.items()}, (), tie_weights=False
-        )
-        alive.append(result)
+        own = {f"model.{name}": fake for name, fake in fakes.items()}
+        functional_call(holder, own, (), tie_weights=False)
     return found
 
 
