@@ -174,9 +174,9 @@ RECIPE = {
 @pytest.mark.parametrize(
     ("text", "code", "word"),
     [
-        ("cp=4", "PL632", "model.kv_heads=2"),
+        ("cp=4 cp_by=heads", "PL632", "model.kv_heads=2"),
         ("cp=32", "PL631", "data.seq_len=16"),
-        ("cp=2 tp=2", "PL632", "layout.cp=2 with layout.tp=2"),
+        ("cp=2 tp=2 cp_by=heads", "PL632", "layout.cp=2 with layout.tp=2"),
         ("cp=2 sequence=true", "PL633", "layout.sequence=true"),
     ],
 )

@@ -38,6 +38,8 @@ class Files:
         self._outbox = outbox
         self._uses: dict[str, deque[list[Any]]] = {}
         self._times: Counter[str] = Counter()
+        # Those of groups that are gone count too, and ranks may have been in others.
+        self._before = count_collectives()
 
     def note_save(self, opener: Any, name: Any, *rest: Any) -> None:
         """Take note of a file that is about to be written."""
@@ -61,7 +63,8 @@ class Files:
         marks = mark_stack(sys._getframe(3))
         place = zlib.crc32(repr([(code.co_filename, code.co_name, at) for code, at in marks]).encode())
         is_over = what == "save" and os.path.exists(path)
-        uses.append([what, self._gradients.passes, count_collectives(), time.time(), place, is_over])
+        num_since = count_collectives() - self._before if self._before >= 0 else -1
+        uses.append([what, self._gradients.passes, num_since, time.time(), place, is_over])
         values = {"path": path, "uses": [list(use) for use in uses]}
         # Other nodes may have another file of this name.
         self._outbox.put("file", f"{socket.gethostname()} {path}", (), self._gradients.passes, marks, values)
