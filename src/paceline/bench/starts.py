@@ -7,6 +7,7 @@ own that is removed.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from paceline.bench.rank.timing import ENTRY, WHOLE, RankTimes, TimeSettings, na
 from paceline.errors import PacelineError
 from paceline.launching.rank import requests
 from paceline.launching.rank.requests import read_table
-from paceline.place import usable_cores
+from paceline.place import is_launched, usable_cores
 from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.read import read_traces
 from paceline.recipe import Recipe, dump_recipe
@@ -173,6 +174,25 @@ def describe_job(run: Run, threads: int) -> dict[str, Any]:
         "threads_per_rank": threads,
         "num_cores": usable_cores(),
     }
+
+
+def choose_ranks(nproc: int | None, command: str) -> tuple[int, bool]:
+    """Return how many ranks to start, 2 by default, and whether this process is a rank of another launcher.
+
+    Raises:
+        PacelineError: PL601 for a number in such a rank, PL620 for one below 1.
+    """
+    joins = is_launched(os.environ)
+    if joins and nproc is not None:
+        raise PacelineError(
+            "PL601",
+            saw="--nproc under torchrun, srun or mpirun.",
+            rule="The ranks already exist; this process is one of them.",
+            fix=f"Leave --nproc out, or start `paceline {command}` by itself.",
+        )
+    num_ranks = 2 if nproc is None else nproc
+    check_counts(nproc=num_ranks)
+    return num_ranks, joins
 
 
 def refuse_one_rank(num_ranks: int) -> None:

@@ -49,27 +49,13 @@ def run(args: argparse.Namespace) -> int:
         PacelineError: for sizes or ranks that do not allow it.
     """
     from paceline.bench.collectives import SIZES, measure_collectives
-    from paceline.bench.starts import check_counts
-    from paceline.place import is_launched, read_environment
+    from paceline.bench.starts import check_counts, choose_ranks, refuse_one_rank
+    from paceline.place import read_environment
 
-    joins = is_launched(os.environ)
-    if joins and args.nproc is not None:
-        raise PacelineError(
-            "PL601",
-            saw="--nproc under torchrun, srun or mpirun.",
-            rule="The ranks already exist; this process is one of them.",
-            fix="Leave --nproc out, or start `paceline bench collectives` by itself.",
-        )
+    num_ranks, joins = choose_ranks(args.nproc, "bench collectives")
     sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
-    num_ranks = 2 if args.nproc is None else args.nproc
-    check_counts(repeats=args.repeats, nproc=num_ranks)
-    if num_ranks == 1:
-        raise PacelineError(
-            "PL622",
-            saw="nproc=1.",
-            rule="One rank does not communicate.",
-            fix="Use two ranks or more: --nproc 2.",
-        )
+    check_counts(repeats=args.repeats)
+    refuse_one_rank(num_ranks)
     found = measure_collectives(None if joins else num_ranks, sizes=sizes, repeats=args.repeats)
     if not joins or read_environment(os.environ).rank == 0:
         print(json.dumps(asdict(found)) if args.json else describe_collectives(found))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_report import format_rows
+from paceline.cli.plan_traffic import add_recipe_options
 from paceline.errors import PacelineError
 from paceline.units import format_count, format_seconds
 
@@ -67,17 +68,7 @@ def add_layouts(kinds: Any) -> None:
         "--recorded", metavar="PROFILE", type=Path,
         help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
     )  # fmt: skip
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="overrides a key of the recipe, for example model.layers=80; may be given several times",
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    add_recipe_options(parser, "model.layers=80")
     parser.set_defaults(run=run)
 
 

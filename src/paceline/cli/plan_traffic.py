@@ -29,18 +29,23 @@ def add_traffic(kinds: Any) -> None:
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="ranks (default: the product of the layout's degrees)"
     )
+    add_recipe_options(parser, "layout.tp=2")
+    parser.set_defaults(run=run)
+
+
+def add_recipe_options(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add the options of what is planned for a recipe, with an example of `--set`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="overrides a key of the recipe, for example layout.tp=2; may be given several times",
+        help=f"overrides a key of the recipe, for example {example}; may be given several times",
     )
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,19 +42,10 @@ def run(args: argparse.Namespace) -> int:
             written.
     """
     from paceline.bench.probe import measure_cluster
-    from paceline.bench.starts import check_counts
-    from paceline.place import is_launched, read_environment
+    from paceline.bench.starts import choose_ranks
+    from paceline.place import read_environment
 
-    joins = is_launched(os.environ)
-    if joins and args.nproc is not None:
-        raise PacelineError(
-            "PL601",
-            saw="--nproc under torchrun, srun or mpirun.",
-            rule="The ranks already exist; this process is one of them.",
-            fix="Leave --nproc out, or start `paceline probe` by itself.",
-        )
-    num_ranks = 2 if args.nproc is None else args.nproc
-    check_counts(nproc=num_ranks)
+    num_ranks, joins = choose_ranks(args.nproc, "probe")
     writes = not joins or read_environment(os.environ).rank == 0
     if writes:
         # What an interrupted probe leaves is recognized.
