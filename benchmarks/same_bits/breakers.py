@@ -43,7 +43,7 @@ def find_hash(recipe: str, words: list[str], variables: dict[str, str], out: Pat
         "train.threads_per_rank=1",
         "train.eval_samples=32",
         "train.eval_every=0",
-        "metrics.tensorboard=false",
+        "metrics.sinks=[]",
     ]
     sets = [word for setting in settings for word in ("--set", setting)]
     train = ["train", f"recipes/{recipe}.toml", "--out", str(out), "--json", *sets, *words]

@@ -57,7 +57,7 @@ def train(recipe: str, dtype: str, num_ranks: int, reduction: str, out: Path) ->
         "train.clip_norm=0.5",
         "train.eval_every=0",
         "train.eval_samples=32",
-        "metrics.tensorboard=false",
+        "metrics.sinks=[]",
     ]
     words = ["train", f"recipes/{recipe}.toml", "--nproc", str(num_ranks), "--out", str(out), "--json"]
     call_paceline(words + [word for setting in settings for word in ("--set", setting)])
