@@ -79,7 +79,9 @@ def add_up(*outputs: str) -> str:
     """One line that counts what pytest's closing lines count: `2480 passed, 8 skipped`."""
     totals: dict[str, int] = {}
     for output in outputs:
-        for number, what in _COUNT.findall(output.strip().rpartition("\n")[2]):
+        # A process may print warnings after pytest's closing line.
+        closing = next((line for line in reversed(output.splitlines()) if _COUNT.search(line)), "")
+        for number, what in _COUNT.findall(closing):
             totals[what] = totals.get(what, 0) + int(number)
     return ", ".join(f"{number} {what}" for what, number in totals.items()) or "no tests ran"
 
