@@ -22,7 +22,7 @@ NAMES = {
 }  # fmt: skip
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zero_bubble", "ZB-V": "zbv"}
 NEEDED = ("layers", "hidden", "heads", "seq_len", "global_batch", "dp")
-# Rows whose time or layout the row itself calls a guess, or whose order of microbatches is none of ours.
+# Publications that begin with one of these are left out of a fit together.
 FAMILIES = ("Narayanan", "Megatron-LM README", "Megatron-Core", "nanotron", "torchtitan", "PyTorch blog",
             "IBM", "NeMo", "Megatron-LM llama", "Zero Bubble", "MosaicML")  # fmt: skip
 

@@ -35,7 +35,7 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured.
+    """A script or a recipe that is measured.
 
     Attributes:
         words: a script and its arguments; empty for a recipe.

@@ -258,7 +258,7 @@ class _Holder(nn.Module):
 
 @dataclass
 class _Sums:
-    """What one part adds up to, in bytes of the whole microbatch."""
+    """The costs of one part, in bytes of the whole microbatch."""
 
     products: list[Product] = field(default_factory=list)
     moved: float = 0

@@ -28,7 +28,7 @@ _VIRTUAL = re.compile(r"lo$|docker|veth|virbr|br-|tailscale|wl|tun")
 
 @dataclass
 class NcclLog:
-    """What a log says.
+    """The facts that a log of NCCL states.
 
     Attributes:
         version: of NCCL.

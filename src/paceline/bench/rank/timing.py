@@ -44,7 +44,7 @@ _LEAST_STEPS = 2
 
 @dataclass(frozen=True)
 class TimeSettings:
-    """What a rank does.
+    """The steps and modes that a rank times.
 
     Attributes:
         warm_up: steps of each mode that are left out.
