@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.watch.protocol import stacks
 from paceline.watch.protocol.report import Call, Report
 from paceline.watch.protocol.stacks import SIGNAL, read_main_stack
 from paceline.watch.protocol.words import own_frames
@@ -252,6 +254,33 @@ def test_stacks_while_python_is_locked(listener):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_stack_written_with_pauses_is_read_whole(tmp_path, monkeypatch):
+    # A handler that has no core for a while, as on a full machine.
+    path = tmp_path / "stacks"
+    path.write_text("")
+    lines = [
+        "Thread 0x01 (most recent call first):",
+        '  File "t.py", line 1 in run',
+        "",
+        "Thread 0x02 (most recent call first):",
+    ]
+    lines += ['  File "a.py", line 7 in wait', '  File "a.py", line 9 in <module>']
+
+    def write():
+        for line in lines:
+            with path.open("a") as file:
+                file.write(line + "\n")
+            time.sleep(0.15)
+
+    monkeypatch.setattr(stacks, "find_watching_thread", lambda pid: Path("1"))
+    monkeypatch.setattr(stacks, "_catches", lambda pid: True)
+    monkeypatch.setattr(os, "kill", lambda thread, signal: threading.Thread(target=write).start())
+    assert [(frame.line, frame.function) for frame in read_main_stack(1, path)] == [
+        (7, "wait"),
+        (9, "<module>"),
+    ]
 
 
 def test_reading_a_stack_ends_no_call_that_sleeps(listener):

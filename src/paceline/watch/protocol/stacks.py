@@ -17,8 +17,8 @@ from pathlib import Path
 from paceline.watch.protocol.report import WATCHING_THREAD, Frame
 
 SIGNAL = signal.SIGRTMAX - 3
-# How long the handler may take to write.
-_WRITTEN_S = 1.0
+# How long the handler may take to begin, and between two writes: it writes word by word, and may wait for a core between them.
+_WRITTEN_S = 2.0
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 
@@ -51,13 +51,13 @@ def _read(pid: int, thread: int, path: Path) -> tuple[Frame, ...]:
     os.kill(thread, SIGNAL)
     ends_s = time.monotonic() + _WRITTEN_S
     text = ""
-    while time.monotonic() < ends_s:
+    while time.monotonic() < ends_s and not _is_whole(text):
         time.sleep(0.05)
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
             file.seek(size)
             before, text = text, file.read()
-        if text and text == before:
-            break
+        if text != before:
+            ends_s = time.monotonic() + _WRITTEN_S
     return parse_main_stack(text)
 
 
@@ -74,6 +74,11 @@ def _catches(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a main thread's stack has been written: to its outermost call, or to the limit on frames."""
+    return text.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
 
 
 def parse_main_stack(text: str) -> tuple[Frame, ...]:
