@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.watch.protocol.report import WATCHING_THREAD, Frame
 
 SIGNAL = signal.SIGRTMAX - 3
-# How long the handler may take to begin, and between two writes: it writes word by word, and may wait for a core between them.
+# How long the handler may take to begin, and between two of its writes: it may wait for a core.
 _WRITTEN_S = 2.0
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
@@ -77,7 +77,7 @@ def _catches(pid: int) -> bool:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a main thread's stack has been written: to its outermost call, or to the limit on frames."""
+    """Return whether a main thread's stack is there, to its outermost call or the limit on frames."""
     return text.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
 
 
