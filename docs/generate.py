@@ -22,10 +22,11 @@ from pydantic_core import PydanticUndefined
 
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
-from paceline.plan.calls import count_sent
-from paceline.plan.memory import Sizes, plan_memory, plan_recipe_memory
-from paceline.plan.parameters import Parameter, list_parameters
-from paceline.plan.traffic import list_tp_calls, plan_traffic
+from paceline.plan.memory import plan_memory, plan_recipe_memory
+from paceline.plan.parameters import Parameter
+from paceline.plan.recipe_costs import of_recipe
+from paceline.plan.step import cut_stages
+from paceline.plan.traffic import count_sent
 from paceline.recipe import (
     RESUMABLE,
     SETTINGS,
@@ -205,20 +206,14 @@ def _memory_table() -> Iterator[str]:
 def _seven_billion_table() -> Iterator[str]:
     """A real model under several layouts."""
     recipe = parse_recipe(SEVEN_BILLION)
-    parameters = list_parameters(recipe, VOCAB_SIZE)
+    costs = of_recipe(recipe, VOCAB_SIZE)
     yield f"{'GB per rank (8 ranks)':<28}" + "".join(
         f"{n:>15}" for n in ("at rest", "after forward", "after backward", "sent per step")
     )
     for text in LAYOUTS:
         layout = Layout.parse(text).resolve(8)
         plan = plan_recipe_memory(recipe, layout, VOCAB_SIZE)
-        sizes = Sizes(num_microbatches=16 // layout.dp)
-        sent = sum(plan_traffic(parameters, layout, sizes).values())
-        sent += count_sent(
-            list_tp_calls(
-                layout, num_blocks=32, num_numbers=4 * 2048 * 4096, num_microbatches=16 // layout.dp
-            )
-        )
+        sent = sum(count_sent(costs, layout, cut_stages(costs, layout)).values())
         instants = [plan[instant].total for instant in ("at_rest", "after_forward", "after_backward")]
         yield f"{text:<28}" + "".join(f"{num_bytes / 1e9:>15.1f}" for num_bytes in (*instants, sent))
 

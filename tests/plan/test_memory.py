@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.models.gpt import Gpt
-from paceline.plan.calls import count_sent
+from paceline.plan.costs import ModelCosts, ModelPart
 from paceline.plan.memory import Instant, Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, count_parameters, list_parameters
-from paceline.plan.traffic import list_tp_calls, plan_traffic
+from paceline.plan.step import cut_stages
+from paceline.plan.traffic import count_sent
 from paceline.recipe import Layout, load_recipe, parse_recipe
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -176,31 +178,62 @@ def test_more_sharing_never_needs_more(
     assert plans[0]["after_step"].total * num_shards * tp >= 16 * numbers, "nothing is lost"
 
 
+def count(
+    parameters: Sequence[Parameter], layout: Layout, *, num_microbatches: int = 1, sums: int = 0
+) -> dict[str, float]:
+    """Return the bytes that a rank of the layout sends in a step of a model without products."""
+    names = dict.fromkeys(p.block for p in parameters if p.block)
+    blocks = tuple(
+        ModelPart(
+            parameters=tuple(p for p in parameters if p.block == name),
+            input_bytes=1,
+            width_bytes=400,
+            num_sums=sums,
+        )
+        for name in names
+    )
+    root = ModelPart(parameters=tuple(p for p in parameters if not p.block))
+    costs = ModelCosts("made up", root, blocks, ModelPart(), global_batch=num_microbatches * layout.dp)
+    return count_sent(costs, layout, [costs.parts])
+
+
 def test_traffic_of_the_papers() -> None:
     """Sharding everything sends 1.5 times what copies send; replicas of shards sum their chunk."""
     one_unit = [Parameter("all", (1024, 64), "0")]
     whole = 4 * count_parameters(one_unit)
-    copies = plan_traffic(one_unit, Layout(4))
-    assert copies == {"dp_replicate": 1.5 * whole, "dp_shard": 0}
-    assert plan_traffic(one_unit, Layout(1, 4))["dp_shard"] == 1.5 * copies["dp_replicate"]
-    assert plan_traffic(one_unit, Layout(1, 4, zero=1))["dp_shard"] == copies["dp_replicate"]
-    hybrid = plan_traffic(one_unit, Layout(2, 2))
-    assert hybrid == {"dp_replicate": whole / 2, "dp_shard": 1.5 * whole}
+    copies = count(one_unit, Layout(4))
+    assert copies == {"dp_replicate": 1.5 * whole}
+    assert count(one_unit, Layout(1, 4))["dp_shard"] == 1.5 * copies["dp_replicate"]
+    assert count(one_unit, Layout(1, 4, zero=1))["dp_shard"] == copies["dp_replicate"]
+    assert count(one_unit, Layout(2, 2)) == {"dp_replicate": whole / 2, "dp_shard": 1.5 * whole}
 
 
 def test_traffic_of_several_microbatches() -> None:
-    sizes, ring = Sizes(num_microbatches=3), 3 / 4
+    ring = 3 / 4
     blocks = P - ROOT
-    sent = [plan_traffic(BLOCKS, Layout(1, 4, zero=zero), sizes)["dp_shard"] for zero in (1, 2, 3)]
+    sent = [
+        count(BLOCKS, Layout(1, 4, zero=zero), num_microbatches=3)["dp_shard"] for zero in (1, 2, 3)
+    ]
     assert sent == [ring * 2 * P, ring * (P + 3 * P), ring * 3 * (2 * blocks + ROOT + P)]
-    assert plan_traffic(BLOCKS, Layout(4), sizes) == plan_traffic(BLOCKS, Layout(4)), "once per step"
+    assert count(BLOCKS, Layout(4), num_microbatches=3) == count(BLOCKS, Layout(4)), "once per step"
 
 
 def test_traffic_of_tp() -> None:
-    one = count_sent(list_tp_calls(Layout(1, 1, 2), num_blocks=1, num_numbers=100))
-    assert one == 4 * 400, "an all-reduce over two ranks sends all bytes once: two forward, two backward"
-    assert count_sent(list_tp_calls(Layout(1, 1, 1), num_blocks=1, num_numbers=100)) == 0
-    assert (
-        count_sent(list_tp_calls(Layout(1, 1, 2), num_blocks=3, num_numbers=100, num_microbatches=2))
-        == 6 * one
-    )
+    block = [Parameter("all", (8, 8), "0")]
+    one = count(block, Layout(1, 1, 2), sums=2)
+    assert one == {"tp": 4 * 400}, "over two ranks a sum sends all bytes once: two forward, two backward"
+    assert count(block, Layout(1, 1, 1), sums=2) == {}
+    three = [Parameter("all", (8, 8), str(number)) for number in range(3)]
+    assert count(three, Layout(1, 1, 2), sums=2, num_microbatches=2)["tp"] == 6 * 4 * 400
+
+
+def test_traffic_of_a_pipeline() -> None:
+    """Each rank sums its own stages, and passes an output on and a gradient back per microbatch."""
+    four = [Parameter("all", (8, 8), str(number)) for number in range(4)]
+    blocks = tuple(ModelPart(parameters=(p,), input_bytes=1, width_bytes=400, num_sums=2) for p in four)
+    costs = ModelCosts("made up", ModelPart(), blocks, ModelPart(), global_batch=12)
+    for pp, ways in ((2, 1), (4, 2)):
+        layout = Layout(2, 1, 2, pp=pp)
+        sent = count_sent(costs, layout, cut_stages(costs, layout))
+        own = 4 // pp
+        assert sent == {"tp": 6 * own * 4 * 400, "dp_replicate": own * 4 * 64 / 2, "pp": 6 * ways * 400}

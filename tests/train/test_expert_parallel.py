@@ -18,9 +18,9 @@ from paceline.errors import PacelineError
 from paceline.models.moe import Experts
 from paceline.parallel.experts.find import open_experts
 from paceline.parallel.placement import local
-from paceline.plan.calls import count_sent
+from paceline.plan.costs import ModelPart
 from paceline.plan.memory import plan_recipe_memory
-from paceline.plan.traffic import list_ep_calls
+from paceline.plan.traffic import list_part_calls
 from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
@@ -197,9 +197,10 @@ def test_messages_are_those_of_the_formula(
     # On the way and back, in each forward and in backward; about (n-1)/n of all rows leave their rank.
     assert sent_bytes == num_exchanges * leaving * width * type_bytes
     assert leaving == pytest.approx(choices * (degree - 1) / degree, rel=0.15)
-    planned = count_sent(
-        list_ep_calls(Layout.parse(layout), num_mixtures=1, num_rows=choices, width=width, number=type_bytes)
-    )
+    part = ModelPart(routed_bytes=choices * width * type_bytes, input_bytes=1)
+    repeats = "recompute=block" in layout
+    calls = list_part_calls(part, Layout.parse(layout).close(), 1, repeats=repeats)
+    planned = sum(call.sent_bytes for call in calls)
     assert sent_bytes == pytest.approx(planned, rel=0.15), "of all ranks together"
 
 

@@ -26,7 +26,6 @@ EXAMPLES = {
     "plan layouts": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
     "probe": "probe --nproc 4",
     "plan schedule": "plan schedule 1f1b --ranks 4",
-    "plan traffic": "plan traffic recipes/gpt-stdlib.toml --set layout.tp=2",
     "completion": "completion bash",
     "profile": "profile --nproc-per-node 2 train.py",
     "profile read": "profile read profile-1",

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.cli.plan_layouts import NAME, add_layouts
-from paceline.cli.plan_traffic import add_traffic
 from paceline.errors import PacelineError
 from paceline.pipeline.picture import draw_text
 from paceline.pipeline.schedule import Schedule
@@ -72,7 +71,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     schedule.set_defaults(run=run)
-    add_traffic(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

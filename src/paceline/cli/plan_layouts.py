@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_report import format_rows
-from paceline.cli.plan_traffic import add_recipe_options
 from paceline.errors import PacelineError
-from paceline.units import format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.plan.cluster import Cluster
@@ -68,7 +67,14 @@ def add_layouts(kinds: Any) -> None:
         "--recorded", metavar="PROFILE", type=Path,
         help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
     )  # fmt: skip
-    add_recipe_options(parser, "model.layers=80")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="overrides a key of the recipe, for example model.layers=80; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -206,6 +212,14 @@ def find_unknown(found: Plan, candidate: Candidate) -> list[str]:
     return unknown
 
 
+def find_sent(found: Plan, candidate: Candidate) -> dict[str, float]:
+    """Return the bytes that a rank sends per step, by axis."""
+    from paceline.plan.step import cut_stages
+    from paceline.plan.traffic import count_sent
+
+    return count_sent(found.costs, candidate.layout, cut_stages(found.costs, candidate.layout, after=1.0))
+
+
 def find_bar(found: Plan, candidate: Candidate, calibration: Calibration | None) -> Interval:
     """Return the interval of a candidate's time."""
     from paceline.plan.fit import Known, find_interval
@@ -300,6 +314,9 @@ def _describe_best(found: Plan, best: Candidate, bar: Interval, room: float) -> 
     yield "  time: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in terms if s > 0.001 * bar.s)
     tokens = costs.global_batch * costs.tokens / bar.s
     yield f"  {format_count(tokens)} {'tokens' if costs.tokens > 1 else 'samples'}/s"
+    if sent := find_sent(found, best):
+        each = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items())
+        yield f"  a rank sends per step: {each}"
     stage = f" on stage {best.demand.stage}" if best.layout.pp > 1 else ""
     yield (
         f"  memory when {best.demand.instant}{stage}: "
@@ -355,6 +372,7 @@ def as_table(found: Plan, calibration: Calibration | None) -> dict[str, Any]:
                 "high_s": bar.high_s,
                 "level": bar.level,
                 "terms_s": vars(candidate.time),
+                "sent_bytes": find_sent(found, candidate),
                 "memory_low_bytes": candidate.demand.low,
                 "memory_high_bytes": candidate.demand.high,
                 "memory_terms": candidate.demand.terms,

@@ -16,6 +16,7 @@ from typing import Literal
 
 from paceline.plan.memory import Sizes
 from paceline.plan.parameters import Parameter
+from paceline.recipe import Layout
 
 By = Literal["columns", "inner", "heads", ""]
 
@@ -86,7 +87,7 @@ class ModelPart:
         work_bytes: of temporary results of one sample in backward, which tp divides.
         width_bytes: of one sample's result.
         key_bytes: of one sample's keys and values, which cp exchanges.
-        num_sums: sums over tp in forward; backward has as many.
+        num_sums: sums over tp in forward; a block has as many in backward.
         routed_bytes: of a sample's rows on the way to experts.
         parameters: trained ones.
         frozen_bytes: parameters and buffers that are not trained.
@@ -111,6 +112,12 @@ class ModelPart:
     def num_parameters(self) -> int:
         """The trained numbers."""
         return sum(math.prod(p.shape) for p in self.parameters)
+
+    def count_own(self, layout: Layout) -> float:
+        """Return the trained numbers of a rank of tp and ep, before shards divide them."""
+        if layout.ep == 1:
+            return self.num_parameters / layout.tp
+        return sum(math.prod(p.divide(layout.tp, layout.ep)) for p in self.parameters)
 
 
 @dataclass(frozen=True)

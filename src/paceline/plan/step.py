@@ -24,6 +24,7 @@ from paceline.pipeline.simulate import simulate
 from paceline.plan.cluster import Cluster, Processor
 from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.fit import Constants
+from paceline.plan.traffic import list_part_calls, list_sum_calls
 from paceline.recipe import Layout
 from paceline.recipe.layout import DIVIDED
 
@@ -213,29 +214,12 @@ class StepModel:
         self, part: ModelPart, samples: float, layout: Layout, strides: dict[str, int], *, repeats: bool
     ) -> dict[str, float]:
         """Return the seconds of a microbatch's exchanges of activations, forward and backward, by axis."""
+        near = {"tp": 1, "cp": strides.get("cp", 1)}
+        near["ep"] = near["cp"] if layout.cp > 1 else layout.tp
         found: dict[str, float] = {}
-        turns = 3 if repeats else 2
-        own = samples / layout.cp
-        if layout.tp > 1 and part.num_sums:
-            num_bytes = part.width_bytes * own
-            if layout.sequence:
-                kinds = ("all_gather", "reduce_scatter")
-                once = sum(self.cluster.time(kind, num_bytes, layout.tp) for kind in kinds)
-            else:
-                once = self.cluster.time("all_reduce", num_bytes, layout.tp)
-            found["tp"] = turns * part.num_sums * once
-        if layout.cp > 1 and part.key_bytes:
-            stride, n = strides.get("cp", 1), layout.cp
-            keys = part.key_bytes * samples / layout.tp
-            width = part.width_bytes * samples / layout.tp
-            if layout.cp_by == "gather":
-                once = self.cluster.time("all_gather", keys, n, stride)
-            else:
-                once = 2 * self.cluster.time("all_to_all", (width + keys / 2) / n, n, stride)
-            found["cp"] = turns * once
-        if layout.ep > 1 and part.routed_bytes:
-            n, stride = layout.ep, strides.get("cp", 1) if layout.cp > 1 else layout.tp
-            found["ep"] = 2 * turns * self.cluster.time("all_to_all", part.routed_bytes * own, n, stride)
+        for call in list_part_calls(part, layout, samples, repeats=repeats):
+            once = self.cluster.time(call.operation, call.num_bytes, call.num_ranks, near[call.axis])
+            found[call.axis] = found.get(call.axis, 0.0) + call.times * once
         return found
 
     def _pipeline(
@@ -336,26 +320,15 @@ class _Rank:
         self, step: StepModel, layout: Layout, strides: dict[str, int], parts: Sequence[ModelPart]
     ) -> None:
         self.step, self.layout, self.strides, self.parts = step, layout, strides, parts
-        self.numbers = [part.num_parameters / layout.tp for part in parts]
-        if layout.ep > 1:
-            self.numbers = [
-                sum(math.prod(p.divide(layout.tp, layout.ep)) for p in part.parameters) for part in parts
-            ]
+        self.numbers = [part.count_own(layout) for part in parts]
 
     def _sum(self, num_bytes: float) -> float:
         """Return the seconds of summing so many bytes of gradients over all data ranks."""
-        layout, step = self.layout, self.step
-        found, left = 0.0, num_bytes
-        if layout.dp_shard > 1:
-            found += step.call("reduce_scatter", left, layout.dp_shard, self.strides["dp_shard"])
-            left /= layout.dp_shard
-        copies = layout.degrees["dp_replicate"]
-        if copies > 1:
-            found += step.call("all_reduce", left, copies, self.strides["dp_replicate"])
-        if layout.cp > 1:
-            found += step.call("all_reduce", left, layout.cp, self.strides["cp"])
-        sends_rows = layout.count_turns(is_exact=True, is_compressed=False) > 1
-        return found * (2 if self.step.costs.sizes.exact and layout.dp > 2 and not sends_rows else 1)
+        return math.fsum(
+            call.times
+            * self.step.call(call.operation, call.num_bytes, call.num_ranks, self.strides[call.axis])
+            for call in list_sum_calls(num_bytes, self.layout, exact=self.step.costs.sizes.exact)
+        )
 
     def _list_gathers(self) -> list[float]:
         """Return the seconds of gathering each part's parameters, frozen ones too."""
