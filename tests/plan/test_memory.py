@@ -211,9 +211,7 @@ def test_traffic_of_the_papers() -> None:
 def test_traffic_of_several_microbatches() -> None:
     ring = 3 / 4
     blocks = P - ROOT
-    sent = [
-        count(BLOCKS, Layout(1, 4, zero=zero), num_microbatches=3)["dp_shard"] for zero in (1, 2, 3)
-    ]
+    sent = [count(BLOCKS, Layout(1, 4, zero=zero), num_microbatches=3)["dp_shard"] for zero in (1, 2, 3)]
     assert sent == [ring * 2 * P, ring * (P + 3 * P), ring * 3 * (2 * blocks + ROOT + P)]
     assert count(BLOCKS, Layout(4), num_microbatches=3) == count(BLOCKS, Layout(4)), "once per step"
 

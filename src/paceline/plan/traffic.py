@@ -7,7 +7,7 @@ Their seconds are summed in `step.py`. Not listed: the agreement of a step, its 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,9 +101,9 @@ def count_sent(costs: ModelCosts, layout: Layout, stages: Sequence[Sequence[Mode
     samples = min(costs.microbatch, -(-costs.global_batch // layout.dp))
     turns = min(num, costs.global_batch / samples)  # the last microbatch may be smaller
     per_rank = len(stages) // layout.pp
-    most: Counter[str] = Counter()
+    most: dict[str, float] = defaultdict(float)
     for parts in stages:
-        sent: Counter[str] = Counter()
+        sent: dict[str, float] = defaultdict(float)
         for part in parts:
             is_block = bool(part.input_bytes)
             repeats = is_block and layout.recompute == "block"
