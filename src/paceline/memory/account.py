@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from paceline.memory.limits import LimitKind
-from paceline.memory.operations import Forward, from_rows, to_rows
 
 Kind = Literal[
     "parameters",
@@ -114,14 +113,12 @@ class Steps:
         peak: the most up to the end of the last step.
         first: at the end of the second step (the first makes optimizer state).
         last: at the end of the last step.
-        settled: anonymous bytes at the end of the last step, without pages of files.
     """
 
     count: int = 0
     peak: int = 0
     first: int = 0
     last: int = 0
-    settled: int = 0
 
     @property
     def growth(self) -> float:
@@ -167,11 +164,8 @@ class ModelState:
         repeated_activations: bytes of activations in them.
         fp32_activations: bytes of activations in fp32.
         is_sharded: whether parameters are divided among ranks.
-        largest_parameter: bytes of the largest one.
         largest_module: bytes of parameters of the largest module that would be sharded as one: a repeated
             one, or one outside of these with parameters of its own.
-        heads: of each matrix outside of the repeated modules that the forward had not reached: the features
-            that it makes of one.
     """
 
     trained: int = 0
@@ -182,9 +176,7 @@ class ModelState:
     repeated_activations: int = 0
     fp32_activations: int = 0
     is_sharded: bool = False
-    largest_parameter: int = 0
     largest_module: int = 0
-    heads: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,6 @@ class Account:
         steps: those that fitted.
         progress: where the model was.
         model: facts on it.
-        forward: the operations of the newest forward so far, as far as they are known.
         keeps_pieces: whether the C library keeps freed memory, as glibc does unless it is set up otherwise.
         peers: anonymous bytes of the node's other ranks.
         num_workers: this rank's child processes.
@@ -226,7 +217,6 @@ class Account:
     steps: Steps = field(default_factory=Steps)
     progress: Progress = field(default_factory=Progress)
     model: ModelState = field(default_factory=ModelState)
-    forward: Forward = field(default_factory=Forward)
     keeps_pieces: bool = False
     peers: tuple[int, ...] = ()
     num_workers: int = 0
@@ -246,8 +236,7 @@ class Account:
 
 def to_json(account: Account) -> str:
     """Return an account as text."""
-    rows = to_rows(account.forward)
-    return json.dumps({**asdict(replace(account, forward=Forward())), "forward": rows})
+    return json.dumps(asdict(account))
 
 
 def from_json(text: str) -> Account:
@@ -265,7 +254,6 @@ def from_json(text: str) -> Account:
         fields: Mapping[str, Any] = table.get(name, {})
         return kind(**fields)
 
-    model = {**table.get("model", {}), "heads": tuple(table.get("model", {}).get("heads", ()))}
     batch = tuple(BatchTensor(**{**row, "shape": tuple(row["shape"])}) for row in table.get("batch", ()))
     return Account(
         **{
@@ -275,8 +263,7 @@ def from_json(text: str) -> Account:
             "batch": batch,
             "steps": one(Steps, "steps"),
             "progress": one(Progress, "progress"),
-            "model": ModelState(**model),
-            "forward": from_rows(table.get("forward", ((), ()))),
+            "model": one(ModelState, "model"),
             "peers": tuple(table.get("peers", ())),
         }
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from paceline.memory.account import Account
 from paceline.memory.causes import Cause, find_cause, is_alone
 from paceline.memory.limits import MAPPED, MAPPED_FROM
-from paceline.memory.need import Need, Setting, estimate_need, estimate_peak
+from paceline.memory.need import Need, estimate_need
 
 # An estimate must leave this part of the limit free.
 _FREE = 0.05
@@ -80,29 +80,29 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
         settings: that the user has; `None` for a script of one's own.
     """
     settings = settings or MemorySettings(dp=account.num_ranks)
-    now, room, cause = estimate_now(account), find_room(account), find_cause(account)
+    now, room, cause, need = (
+        estimate_now(account),
+        find_room(account),
+        find_cause(account),
+        estimate_need(account),
+    )
     # What grows from step to step fills any room.
     is_leak = cause in ("kept graphs", "kept")
-    found = _release(account, cause)
+    found = _release(account, cause, need)
     if cause == "evaluation":
         words = "evaluate under torch.no_grad(), which saves nothing for backward"
-        found.append(("no_grad", words, _evaluate(account)))
+        found.append(("no_grad", words, need.shrink(1 / max(2, account.model.num_repeated))))
     elif not is_leak:
         found += _shrink(account, settings, room, cause)
     found += _divide(account, settings)
-    if account.keeps_pieces and not is_leak:
+    if need.pieces and not is_leak:
         words = f"{MAPPED}={MAPPED_FROM} in the environment: freed memory then goes back at once"
-        found.append(("map", words, estimate_need(account).without_pieces()))
-    is_enough = estimate_need(account).without_pieces().most <= room
+        found.append(("map", words, replace(need, pieces=0)))
     remedies = []
-    for name, words, need in found:
-        if now - need.total <= _LEAST * now:
-            continue
-        mapped = need.without_pieces()
-        if need.most > room >= mapped.most and not is_enough:
-            need = mapped
-            words += f", with {MAPPED}={MAPPED_FROM} in the environment"
-        remedies.append(Remedy(name, words, now - need.total, need.most <= room, need.least, need.most))
+    for name, words, after in found:
+        if now - after.total > _LEAST * now:
+            fits = after.most <= room
+            remedies.append(Remedy(name, words, now - after.total, fits, after.least, after.most))
     # What should not be there comes first, whether or not it is enough.
     first = ("release", "no_grad", "workers")
     return sorted(remedies, key=lambda one: (one.name not in first, not one.fits, -one.saves))
@@ -113,7 +113,7 @@ def estimate_now(account: Account) -> int:
     return max(estimate_need(account).total, account.total)
 
 
-def _release(account: Account, cause: Cause) -> _Found:
+def _release(account: Account, cause: Cause, need: Need) -> _Found:
     found = []
     for holder in account.holders:
         if holder.graphs:
@@ -122,22 +122,24 @@ def _release(account: Account, cause: Cause) -> _Found:
             what = f"do not keep {holder.variable} whole, or keep it on disk"
         else:
             continue
-        need = estimate_need(account, Setting(released=holder.num_bytes))
-        found.append(("release", f"{what} ({holder.place})", need))
+        # What is kept between what goes is the cause of pieces.
+        less = replace(need, other=max(0, need.other - holder.num_bytes), pieces=0)
+        found.append(("release", f"{what} ({holder.place})", less))
     if workers := account.get("loader workers"):
         half = max(1, account.num_workers // 2)
         words = f"use {half} loader workers in place of {account.num_workers}"
-        need = estimate_need(account)
         found.append(("workers", words, replace(need, other=need.other - workers // 2)))
     return found
 
 
 def _shrink(account: Account, settings: MemorySettings, room: int, cause: Cause) -> _Found:
     """Return settings by which a step computes or keeps less at once."""
-    found = []
+    found, need, model = [], estimate_need(account), account.model
     size = settings.microbatch_size or _guess_samples(account)
     if size != 1 and account.get("activations", "request", "batch"):
-        smaller = _find_fitting(account, size, room, cause)
+        sizes = [size >> halvings for halvings in range(1, _MOST_HALVINGS + 1) if size >> halvings]
+        needs = {smaller: _divide_samples(account, cause, smaller / size) for smaller in sizes}
+        smaller = next((each for each in sizes if needs[each].most <= room), size // 2)
         if settings.is_trainer and size:
             words = f"microbatch_size={smaller} in place of {size}; the global batch stays"
         elif size:
@@ -146,67 +148,29 @@ def _shrink(account: Account, settings: MemorySettings, room: int, cause: Cause)
             words = "microbatches of half as many samples, their gradients added up"
         if is_alone(account):
             words += ", or a bound on the length of this rank's samples"
-        found.append(
-            ("microbatch", words, _divide_samples(account, cause, smaller / size if size else 1 / 2))
-        )
-    number = account.model.num_repeated
+        found.append(("microbatch", words, needs.get(smaller) or _divide_samples(account, cause, 1 / 2)))
+    number = model.num_repeated
     if number > 1 and account.progress.has_graph and not settings.recomputes:
         words = (
             "layout recompute=block"
             if settings.is_trainer
-            else f"torch.utils.checkpoint on the {number} modules of {account.model.repeated or 'the model'}"
+            else f"torch.utils.checkpoint on the {number} modules of {model.repeated or 'the model'}"
         )
-        found.append(("recompute", words, _recompute(account)))
-    if account.model.fp32_activations and settings.dtype in ("", "fp32"):
+        share = min(1.0, model.repeated_activations / max(1, account.get("activations")))
+        # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
+        found.append(("recompute", words, need.shrink(1 - share * (1 - 1 / number) * 7 / 8)))
+    if model.fp32_activations and settings.dtype in ("", "fp32"):
         words = "dtype=bf16" if settings.is_trainer else "torch.autocast with bfloat16"
-        found.append(("bf16", words, _halve(account)))
+        share = min(1.0, model.fp32_activations / max(1, account.get("activations", "kept graphs")))
+        found.append(("bf16", words, need.shrink(1 - share / 2)))
     return found
-
-
-def _find_fitting(account: Account, size: int, room: int, cause: Cause) -> int:
-    """Return the most samples that fit: half, a quarter and so on; half if none of these fits."""
-    needs: dict[int, Need] = {}
-    for halvings in range(1, _MOST_HALVINGS + 1):
-        if smaller := size >> halvings:
-            needs[smaller] = _divide_samples(account, cause, smaller / size)
-            if needs[smaller].most <= room:
-                return smaller
-    mapped = (smaller for smaller, need in needs.items() if need.without_pieces().most <= room)
-    return next(mapped, size // 2)
 
 
 def _divide_samples(account: Account, cause: Cause, share: float) -> Need:
     """Return what a step needs that computes this share of its samples at once."""
-    if account.forward.operations:
-        return estimate_need(account, Setting(share=share, divides_batch=cause == "batch"))
-    need = estimate_need(account)
-    batch = int(account.get("batch") * (1 - share))
-    return replace(need, activations=int(need.activations * share), other=max(0, need.other - batch))
-
-
-def _recompute(account: Account) -> Need:
-    if estimate_peak(account, setting := Setting(recomputes=True)) is not None:
-        return estimate_need(account, setting)
-    need, number = estimate_need(account), account.model.num_repeated
-    share = min(1.0, account.model.repeated_activations / max(1, account.get("activations")))
-    # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
-    saves = need.activations * share * (1 - 1 / number) * 7 / 8
-    return replace(need, activations=need.activations - int(saves))
-
-
-def _halve(account: Account) -> Need:
-    if account.forward.operations:
-        return estimate_need(account, Setting(is_half=True))
-    need = estimate_need(account)
-    share = account.model.fp32_activations / max(1, account.get("activations", "kept graphs"))
-    return replace(need, activations=need.activations - int(need.activations * min(1.0, share) / 2))
-
-
-def _evaluate(account: Account) -> Need:
-    """Return what an evaluation needs that saves nothing for backward."""
-    if account.forward.operations:
-        return estimate_need(account, Setting(has_graph=False))
-    return replace(estimate_need(account), activations=0)
+    need = estimate_need(account, accumulates=True).shrink(share)
+    batch = account.get("batch") if cause == "batch" else 0
+    return replace(need, other=max(0, need.other - int(batch * (1 - share))))
 
 
 def _divide(account: Account, settings: MemorySettings) -> _Found:
@@ -214,7 +178,7 @@ def _divide(account: Account, settings: MemorySettings) -> _Found:
     found = []
     ranks = max(settings.dp, 2)
     more = "" if settings.dp > 1 else " (on twice the ranks)"
-    divided = estimate_need(account, Setting(ranks=ranks))
+    divided = estimate_need(account, ranks=ranks)
     if not account.model.is_sharded:
         words = f"layout dp_shard={ranks}" if settings.is_trainer else f"fully_shard over {ranks} ranks"
         found.append(("dp_shard", words + more, divided))

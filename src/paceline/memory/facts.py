@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -122,9 +122,7 @@ def describe_model(
         repeated_activations=sum(inside) if number else 0,
         fp32_activations=sum({one.key: one.num_bytes for one in graph.saved if one.is_fp32}.values()),
         is_sharded=any(hasattr(type(parameter), "to_local") for parameter in trained),
-        largest_parameter=max(map(_count, trained), default=0),
         largest_module=max(_count_modules(models, prefix).values(), default=0),
-        heads=tuple(_find_heads(models, prefix, graph)) if number else (),
     )
 
 
@@ -140,17 +138,6 @@ def list_peers() -> dict[int, int]:
         if pid != os.getpid() and (memory := read_process(pid)) is not None:
             found[pid] = memory.anonymous
     return found
-
-
-def _find_heads(models: Models, prefix: str, graph: Graph) -> Iterator[float]:
-    """Yield the features that matrices make of one, if they are not used yet and no repeated module's."""
-    for parameter in models.trained:
-        name = models.owners[id(parameter)]
-        is_repeated = not prefix or name.startswith(f"{prefix}.")
-        if is_repeated or parameter.dim() != 2 or not parameter.shape[1]:
-            continue
-        if not any(order >= graph.begins for order in graph.uses.get(id(parameter), ())):
-            yield parameter.shape[0] / parameter.shape[1]
 
 
 def _count_modules(models: Models, prefix: str) -> Counter[str]:

@@ -10,15 +10,12 @@ from typing import Any
 
 from paceline.torch_seams.saved import (
     find_leaf,
-    find_maker,
     find_order,
     find_parameters,
     list_saved,
     read_local,
 )
 
-MOST_NODES = 5000
-"""The operations of a larger graph are not listed, because an account would take too long."""
 Key = tuple[str, int]
 """A storage: its device and its address."""
 
@@ -43,7 +40,6 @@ class Saved:
         order: of the node.
         operation: the node's name.
         is_fp32: whether the tensor has 32-bit floating-point numbers.
-        maker: the number of the node whose result it is; -1 if it is none's.
     """
 
     key: Key
@@ -51,7 +47,6 @@ class Saved:
     order: int
     operation: str
     is_fp32: bool
-    maker: int = -1
 
 
 @dataclass
@@ -62,7 +57,6 @@ class Graph:
         saved: what its nodes keep.
         uses: by `id` of a parameter, the operations that use it, by their numbers.
         calls: by `id` of a parameter, how many nodes use it without a view in between: one per forward.
-        nodes: by number; none if there are more than `MOST_NODES`.
         num_nodes: nodes.
         newest: the highest number of a node.
         begins: the number of the newest forward's first node. The loss of the step before may still be in a
@@ -72,7 +66,6 @@ class Graph:
     saved: list[Saved] = field(default_factory=list)
     uses: dict[int, list[int]] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
-    nodes: dict[int, Any] = field(default_factory=dict)
     num_nodes: int = 0
     newest: int = -1
     begins: int = 0
@@ -125,7 +118,6 @@ class GraphWalk:
             for parameter, orders in part.uses.items():
                 whole.uses.setdefault(parameter, []).extend(orders)
             whole.calls += part.calls
-            whole.nodes |= part.nodes
             whole.num_nodes += part.num_nodes
             whole.newest = max(whole.newest, part.newest)
         return whole
@@ -139,17 +131,11 @@ class GraphWalk:
             graph.calls[id(parameter)] += is_direct
         if not self._reads:
             return
-        is_small = graph.num_nodes <= MOST_NODES
-        if is_small:
-            graph.nodes[order] = node
-        else:
-            graph.nodes.clear()
         for tensor in list_saved(node, self._tensor):
             storage = find_storage(tensor)
             if storage is not None:
                 is_fp32 = getattr(tensor, "dtype", None) == self._fp32
-                maker = find_maker(tensor) if is_small else -1
-                graph.saved.append(Saved(*storage, order, type(node).__name__, is_fp32, maker))
+                graph.saved.append(Saved(*storage, order, type(node).__name__, is_fp32))
 
 
 def list_children(node: Any) -> Iterator[Any]:
@@ -157,11 +143,6 @@ def list_children(node: Any) -> Iterator[Any]:
     for child, _ in node.next_functions:
         if child is not None and find_leaf(child) is None:
             yield child
-
-
-def list_inputs(node: Any) -> list[int]:
-    """Return the numbers of the nodes whose results an operation gets."""
-    return [find_order(child) for child in list_children(node)]
 
 
 def list_below(node: Any) -> set[Any]:

@@ -74,15 +74,11 @@ def read_process(pid: int | str = "self") -> ProcessMemory | None:
     return ProcessMemory(**found) if found else None
 
 
-def read_resident() -> tuple[int, int]:
-    """Return the resident bytes of this process, and those of them in pages of no file.
-
-    Takes some microseconds.
-    """
+def read_resident() -> int:
+    """Return the resident bytes of this process; takes some microseconds."""
     with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
-        return resident * _PAGE, (resident - shared) * _PAGE
-    return 0, 0
+        return int(file.read().split()[1]) * _PAGE
+    return 0
 
 
 def read_address_space() -> Use | None:

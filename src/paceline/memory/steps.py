@@ -38,7 +38,7 @@ class StepMemory:
     def __init__(self) -> None:
         self.base = ProcessMemory()
         self.count = 0
-        self._peak = self._first = self._last = self._settled = 0
+        self._peak = self._first = self._last = 0
         # Replaced as a whole, because threads add to it.
         self._followers: tuple[Callable[[int], None], ...] = ()
         self._optimizer: weakref.ref[Any] | None = None
@@ -98,7 +98,7 @@ class StepMemory:
         elif known is not optimizer:
             return
         self.count += 1
-        self._last, self._settled = read_resident()
+        self._last = read_resident()
         if self.count == 2:
             self._first = self._last
         self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
@@ -107,7 +107,7 @@ class StepMemory:
 
     def summarize(self) -> Steps:
         """Return the steps so far."""
-        return Steps(self.count, self._peak, self._first or self._last, self._last, self._settled)
+        return Steps(self.count, self._peak, self._first or self._last, self._last)
 
 
 def _is_nested() -> bool:

@@ -28,14 +28,12 @@ from paceline.memory.account import (
 )
 from paceline.memory.facts import describe_model, describe_progress, find_phase, find_running, list_peers
 from paceline.memory.graph import (
-    MOST_NODES,
     Graph,
     GraphWalk,
     Key,
     Saved,
     find_storage,
     list_below,
-    list_inputs,
     separate_graphs,
 )
 from paceline.memory.holders import Variable, count_bytes, find_held
@@ -48,9 +46,8 @@ from paceline.memory.limits import (
     read_process,
 )
 from paceline.memory.modules import OUTSIDE, Anchor, Neighbours, find_models
-from paceline.memory.operations import Forward, Operation
 from paceline.memory.steps import STEPS
-from paceline.torch_seams.saved import find_gathered, find_order, is_built, is_view, measure_result
+from paceline.torch_seams.saved import find_gathered, find_order, is_built
 
 _MANY_MODULES = 12
 _MANY_HOLDERS = 6
@@ -145,7 +142,6 @@ class MemoryWalk:
             progress=describe_progress(
                 self._frames, self._running, self._models, self._graph, self._forwards
             ),
-            forward=self._list_operations(),
             keeps_pieces=self._device == "cpu" and keeps_pieces(),
             model=describe_model(self._models, self._objects.optimizers, self._graph, self._totals),
             peers=tuple(peers.values()),
@@ -317,55 +313,6 @@ class MemoryWalk:
         name = self._neighbours.find(order, operation)
         # In a forward, what follows the last parameter belongs to what is running, and is no loss yet.
         return self._running if name == OUTSIDE and self._running is not None else name
-
-    # ---- what a whole step holds
-
-    def _list_operations(self) -> Forward:
-        """Return the newest forward's operations in their order; none if one graph has several forwards."""
-        graph = self._graph
-        if self._forwards >= _FEW_FORWARDS:
-            return Forward()
-        orders = sorted(order for order in graph.nodes if order >= graph.begins)
-        if graph.num_nodes > MOST_NODES:
-            return Forward()
-        positions = {order: position for position, order in enumerate(orders)}
-        saved = [one for one in graph.saved if one.order in positions]
-        saved = [one for one in saved if self._kind_of.get(one.key) in ("activations", "batch")]
-        # A storage belongs to its first maker; the others are views of it.
-        makers: dict[Key, int] = {}
-        for one in saved:
-            if one.maker in positions:
-                makers[one.key] = min(positions[one.maker], makers.get(one.key, len(orders)))
-        extras: dict[Key, int] = {}
-        results: list[set[int]] = [set() for _ in orders]
-        others: list[set[int]] = [set() for _ in orders]
-        for one in saved:
-            position = positions[one.order]
-            if makers.get(one.key, len(orders)) <= position:
-                results[position].add(makers[one.key])
-            else:
-                others[position].add(extras.setdefault(one.key, len(extras)))
-        operations = []
-        for position, order in enumerate(orders):
-            node = graph.nodes[order]
-            name = type(node).__name__
-            size, dtype = measure_result(node)
-            operations.append(
-                Operation(
-                    name,
-                    self._find_module(order, name),
-                    size,
-                    tuple(positions[i] for i in list_inputs(node) if positions.get(i, position) < position),
-                    tuple(results[position]),
-                    tuple(others[position]),
-                    is_view(node),
-                    dtype == self._torch.float32,
-                    any(child is None for child, _ in node.next_functions),
-                )
-            )
-        # The batch counts by itself.
-        sizes = (self._sizes[key] if self._kind_of[key] == "activations" else 0 for key in extras)
-        return Forward(tuple(operations), tuple(sizes))
 
     # ---- what else there is
 

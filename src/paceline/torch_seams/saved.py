@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
-from math import prod
 from types import FrameType
 from typing import Any
 
@@ -22,9 +21,6 @@ _MANY_DEEP = 4
 _MANY_VIEWS = 6
 
 
-_COPIES = ("CloneBackward0", "ToCopyBackward0")
-
-
 class _PackedError(Exception):
     """The error that ends a hook before it begins."""
 
@@ -34,30 +30,6 @@ def find_order(node: Any) -> int:
     with suppress(Exception):
         return int(node._sequence_nr())
     return -1
-
-
-def measure_result(node: Any) -> tuple[int, Any]:
-    """Return the bytes of the results of a node's operation, and their type; `(0, None)` if unknown."""
-    size, dtype = 0, None
-    with suppress(Exception):
-        for result in node._input_metadata:
-            size += prod(map(int, result.shape)) * int(result.dtype.itemsize)
-            dtype = dtype or result.dtype
-    return size, dtype
-
-
-def find_maker(tensor: Any) -> int:
-    """Return the number of the operation whose first result a saved tensor is; -1 for any other tensor."""
-    with suppress(Exception):
-        if tensor.grad_fn is not None and not tensor.output_nr:
-            return find_order(tensor.grad_fn)
-    return -1
-
-
-def is_view(node: Any) -> bool:
-    """Return whether the result of a node's operation shares the memory of its input."""
-    kind = type(node).__name__
-    return kind in VIEW_NODES and kind not in _COPIES
 
 
 def find_leaf(node: Any) -> Any | None:
