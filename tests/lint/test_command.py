@@ -14,8 +14,10 @@ import pytest
 from paceline.cli.main import main
 
 CORPUS = Path(__file__).parent / "corpus"
-BAD = (CORPUS / "pl067_bad_seconds.py").read_text(encoding="utf-8")
-GOOD = (CORPUS / "pl067_ok_default.py").read_text(encoding="utf-8")
+GOOD = """import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+"""
+BAD = f"{GOOD}loader = DataLoader(data, shuffle=True, sampler=DistributedSampler(data))  # PL023\n"
 
 
 def lint(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -32,12 +34,12 @@ def test_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".venv" / "train.py").write_text(BAD)
     code, out, _ = lint(capsys, str(tmp_path))
     assert code == 1
-    assert f"{tmp_path}/sub/train.py:3:1: error: timeout=3600 is a number. [PL067]" in out
+    assert f"{tmp_path}/sub/train.py:3:10: error: shuffle=True and a sampler. [PL023]" in out
     assert "1 error in 2 files." in out
 
 
 def test_nothing_found(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = lint(capsys, str(CORPUS / "pl067_ok_default.py"))
+    code, out, _ = lint(capsys, str(CORPUS / "pl023_ok_false.py"))
     assert (code, out) == (0, "No mistake found in 1 file.\n")
     code, out, _ = lint(capsys, str(Path(__file__).parent / "__init__.py"))
     assert (code, out) == (0, "Nothing to check: no word of distributed training in 1 file.\n")
@@ -55,39 +57,39 @@ def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# Title"]},
-        {"cell_type": "code", "source": ["%matplotlib inline\n", "import torch.distributed as dist"]},
-        {"cell_type": "code", "source": "x = 1\ndist.init_process_group(timeout=3)\n"},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", *GOOD.splitlines(keepends=True)]},
+        {"cell_type": "code", "source": f"x = 1\n{BAD.splitlines()[2]}\n"},
     ]
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     code, out, _ = lint(capsys, str(path), "--json")
     [finding] = json.loads(out)
     assert code == 1
-    assert (finding["path"], finding["line"], finding["code"]) == (f"{path}#cell2", 2, "PL067")
+    assert (finding["path"], finding["line"], finding["code"]) == (f"{path}#cell2", 2, "PL023")
 
 
 def test_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(BAD)
     _, out, _ = lint(capsys, str(path), "--format", "github")
-    assert out.startswith(f"::error file={path},line=3,col=1,title=PL067::timeout=3600 is a number.")
+    assert out.startswith(f"::error file={path},line=3,col=10,title=PL023::shuffle=True and a sampler.")
     _, out, _ = lint(capsys, str(path), "--format", "sarif")
     [run] = json.loads(out)["runs"]
-    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["PL067"]
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["PL023"]
     assert run["results"][0]["locations"][0]["physicalLocation"]["region"]["startLine"] == 3
     code, out, err = lint(capsys, str(path), "--format", "beside")
     assert (code, out) == (0, "")
-    assert err.startswith(f"paceline: {path}:3: timeout=3600 is a number. Pass datetime")
+    assert err.startswith(f"paceline: {path}:3: shuffle=True and a sampler. ")
 
 
 def test_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
-    path.write_text(BAD.replace("  # PL067", "  # paceline: ignore[PL067]"))
+    path.write_text(BAD.replace("  # PL023", "  # paceline: ignore[PL023]"))
     assert lint(capsys, str(path))[0] == 0
-    path.write_text(GOOD + "x = 1  # paceline: ignore[PL067]\ny = '# paceline: ignore'\n")
+    path.write_text(GOOD + "x = 1  # paceline: ignore[PL023]\ny = '# paceline: ignore'\n")
     code, out, _ = lint(capsys, str(path))
     assert code == 1
-    assert "`paceline: ignore[PL067]` silences nothing. [PL098]" in out
+    assert "`paceline: ignore[PL023]` silences nothing. [PL098]" in out
     assert out.count("PL098") == 1
 
 
@@ -96,12 +98,12 @@ def test_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(BAD)
     project = tmp_path / "pyproject.toml"
     for text, code in (
-        ('ignore = ["PL067"]', 0),
-        ('level = { PL067 = "advice" }', 0),
-        ('level = { PL067 = "warning" }', 1),
+        ('ignore = ["PL023"]', 0),
+        ('level = { PL023 = "advice" }', 0),
+        ('level = { PL023 = "warning" }', 1),
         ('exclude = ["train.py"]', 0),
-        ('per-file-ignores = { "train*" = ["PL067"] }', 0),
-        ('per-file-ignores = { "tests/*" = ["PL067"] }', 1),
+        ('per-file-ignores = { "train*" = ["PL023"] }', 0),
+        ('per-file-ignores = { "tests/*" = ["PL023"] }', 1),
         ('ignore = ["PL700"]', 2),
         ("select = []", 2),
     ):
@@ -125,10 +127,10 @@ def test_fix_and_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path.write_text(BAD)
     code, out, _ = lint(capsys, str(path), "--diff")
     assert code == 1
-    assert "+import datetime\n" in out
+    assert "+loader = DataLoader(data, sampler=DistributedSampler(data))" in out
     assert path.read_text() == BAD
     assert lint(capsys, str(path), "--fix")[0] == 0
-    assert "timeout=datetime.timedelta(seconds=3600)" in path.read_text()
+    assert "shuffle" not in path.read_text()
 
 
 def test_no_torch() -> None:
@@ -147,7 +149,7 @@ def test_beside_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
     path = tmp_path / "train.py"
     path.write_text((CORPUS / "pl055_bad_rank_is_device.py").read_text() + BAD)
-    for one_node, codes in ((True, ["PL067"]), (False, ["PL055", "PL067"])):
+    for one_node, codes in ((True, ["PL023"]), (False, ["PL055", "PL023"])):
         lint_beside(str(path), as_json=True, one_node=one_node)
         for thread in waiting():
             thread.join(timeout=60)

@@ -19,8 +19,6 @@ FIXABLE = [
     "pl040_bad_module",
     "pl043_bad",
     "pl058_bad",
-    "pl067_bad",
-    "pl074_bad",
 ]
 SCRIPTS = [path for name in FIXABLE for path in sorted(CORPUS.glob(f"{name}*.py"))]
 
@@ -44,8 +42,9 @@ def test_what_has_no_fix_stays() -> None:
 
 
 def test_bytes_before_a_fix_count() -> None:
-    line = 'print("äöü"); dist.init_process_group(timeout=3)\n'
-    text = f"import torch.distributed as dist\n\n{line}"
+    line = 'print("äöü"); loader = DataLoader(data, shuffle=True, sampler=DistributedSampler(data))\n'
+    names = "from torch.utils.data import DataLoader, DistributedSampler\n"
+    text = f"import torch.distributed as dist\n{names}\n{line}"
     fixed, count = fix_text(text, check_text(text, "x.py"))
     assert count == 1
-    assert fixed.endswith('print("äöü"); dist.init_process_group(timeout=datetime.timedelta(seconds=3))\n')
+    assert fixed.endswith('print("äöü"); loader = DataLoader(data, sampler=DistributedSampler(data))\n')

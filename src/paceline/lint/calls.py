@@ -159,4 +159,4 @@ def _collective(c: KnownCall) -> Value:
     is_async = c.kwargs.get("async_op")
     if is_async is not None and not (is_async.is_known and not is_async.const):
         return Value("work")
-    return constant(None, collective=c.name)
+    return constant(None)

@@ -269,8 +269,6 @@ class Evaluator:
 
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
         """Return the result of an operator."""
-        for side in (left, right):
-            library.refuse_result_of_collective(self, side, node)
         taint, deps = left.taint | right.taint, left.deps | right.deps
         if left.is_known and right.is_known and type(op).__name__ in _OPERATORS:
             is_long = isinstance(left.const, (str, tuple, list)) and isinstance(right.const, int)

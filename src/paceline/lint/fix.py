@@ -99,27 +99,6 @@ def _address(file: _Script, node: ast.AST) -> list[ByteEdit]:
     return []
 
 
-def _timeout(file: _Script, node: ast.AST) -> list[ByteEdit]:
-    imported = any(
-        isinstance(part, ast.Import)
-        and any(alias.name == "datetime" and not alias.asname for alias in part.names)
-        for part in file.tree.body
-    )
-    first = next((part for part in file.tree.body if isinstance(part, (ast.Import, ast.ImportFrom))), None)
-    while isinstance(first, ast.ImportFrom) and first.module == "__future__":
-        first = next((part for part in file.tree.body if part.lineno > first.lineno), None)  # type: ignore[assignment]
-    for keyword in node.keywords if isinstance(node, ast.Call) else ():
-        if keyword.arg == "timeout" and first is not None:
-            edits = [
-                ByteEdit(
-                    *file.span(keyword.value), f"datetime.timedelta(seconds={file.source(keyword.value)})"
-                )
-            ]
-            start = file.span(first)[0]
-            return edits if imported else [*edits, ByteEdit(start, start, "import datetime\n")]
-    return []
-
-
 def _inner(file: _Script, node: ast.AST) -> list[ByteEdit]:
     if not isinstance(node, ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node
@@ -157,8 +136,6 @@ FIXES: dict[str, Callable[[_Script, ast.AST], list[ByteEdit]]] = {
     "PL040": _state,
     "PL043": _load,
     "PL058": _address,
-    "PL067": _timeout,
-    "PL074": _inner,
 }
 
 

@@ -33,8 +33,7 @@ def call_init(c: KnownCall) -> Value:
     if "device_id" in c.kwargs:
         c.run.device_set = True
     given = {"world": c.kwargs.get("world_size"), "rank": c.kwargs.get("rank")}
-    given |= {"timeout": c.kwargs.get("timeout"), "method": c.pick(1, "init_method")}
-    return c.tell("init", constant(None), backend=backend, **given)
+    return c.tell("init", constant(None), backend=backend, method=c.pick(1, "init_method"), **given)
 
 
 @known("dist.get_rank dist.get_world_size dist.get_node_local_rank")
@@ -72,7 +71,6 @@ def call_new_group(c: KnownCall) -> Value:
     local = c.kwargs.get("use_local_synchronization")
     if local is None or (local.is_known and not local.const):
         c.run.emit("coll", c.node, op=c.name, via="group", members=members)
-    c.run.emit("init", c.node, timeout=c.pick(1, "timeout"), is_group=True)
     return make(c.run, "group", c.node, members=members)
 
 

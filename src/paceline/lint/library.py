@@ -46,7 +46,6 @@ def _each_but_none(value: Value, do: Callable[[Value], Value]) -> Value:
 
 def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     """Return an attribute."""
-    refuse_result_of_collective(run, owner, node)
     if owner.kind == "lib":
         return calls.attribute_of_library(run, f"{owner.ref}.{name}")
     if owner.kind == "module":
@@ -139,7 +138,6 @@ def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) ->
 
 def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     """Return an element."""
-    refuse_result_of_collective(run, owner, node)
     if owner.kind == "union":
         return _each_but_none(owner, lambda one: get_item(run, one, key, node))
     if owner.kind == "environ":
@@ -242,12 +240,6 @@ def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
     return lambda: None
 
 
-def refuse_result_of_collective(run: Any, value: Value, node: ast.AST) -> None:
-    """Record that the None which a collective returns is used as a result."""
-    if value.is_none and value.fact("collective"):
-        run.emit("none_used", node, operation=value.fact("collective"))
-
-
 def divided_by_devices(run: Any, left: Value, op: ast.operator, right: Value, node: ast.AST) -> None:
     """Record that a sum over all ranks is divided by the devices of one node."""
     if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not run.is_spawned:
@@ -329,7 +321,6 @@ def call_method(
     run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
 ) -> Value:
     """Return the result of a call of a method."""
-    refuse_result_of_collective(run, owner, node)
     if owner.kind == "union":
         return each(run, owner, node, lambda one: call_method(run, one, name, args, kwargs, node))
     if owner.kind == "super":

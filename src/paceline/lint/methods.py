@@ -116,9 +116,6 @@ def backward(run: Any, loss: Value, node: ast.AST, scaler: Value | None = None) 
 
 def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
     """Return an attribute that means something, or None."""
-    if owner.kind in ("ddp", "fsdp"):
-        run.emit("wrapper_attribute", node, wrapper=owner, name=name)
-        return None
     if owner.kind == "loader" and name == "batch_sampler":
         return Value("holder", attrs={"sampler": owner.attrs["sampler"]})
     if owner.kind == "accelerator":
@@ -231,13 +228,7 @@ def _to(c: KnownCall) -> Value:
     return c.owner
 
 
-@known("*", of="ddp fsdp")
-def _of_wrapper(c: KnownCall) -> Value | None:
-    c.run.emit("wrapper_attribute", c.node, wrapper=c.owner, name=c.name)
-    return _clip(c) if c.name == "clip_grad_norm_" else None
-
-
-@known("clip_grad_norm_", of="model dp")
+@known("clip_grad_norm_", of=_MODULES)
 def _clip(c: KnownCall) -> Value:
     c.run.emit("clip", c.node, deps=c.owner.deps | {c.owner})
     return unknown(Taint.NONE)
@@ -421,7 +412,7 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("optimizer", "add_param_group", lambda c: c.note("regrouped", True, constant(None))),
     ("tensor", "register_post_accumulate_grad_hook register_hook", lambda c: c.tell("grad", None)),
     ("generator", "manual_seed", lambda c: c.note("seeded", mix(c.args), c.owner)),
-    ("tensor", "item", lambda c: Value(taint=c.owner.taint, node=c.owner.node, attrs={"#number": True})),
+    ("tensor", "item", lambda c: Value(taint=c.owner.taint, node=c.owner.node)),
     (
         "accelerator",
         "wait_for_everyone gather gather_for_metrics reduce",

@@ -80,7 +80,7 @@ def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     launched = witness.reads & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
     if not launched or witness.spawns:
         return
-    inits = [event for event in witness.events("init") if not event.is_group]
+    inits = list(witness.events("init"))
     if not inits or any(
         event.method is not None and event.method.const not in (None, "env://") for event in inits
     ):
@@ -95,12 +95,3 @@ def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             variable = ", ".join(sorted(launched))
             saw = f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}."
             yield at(event, saw)
-
-
-@rule("PL067")
-def timeout_type(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a timeout that is a number."""
-    for event in witnesses[0].events("init"):
-        timeout = event.timeout
-        if timeout is not None and timeout.is_known and isinstance(timeout.const, (int, float)):
-            yield at(event, f"timeout={timeout.const} is a number.")

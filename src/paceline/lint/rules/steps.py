@@ -270,16 +270,3 @@ def optimizer_before_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]
                 if steps and given and not optimizer.fact("escaped") and not optimizer.fact("regrouped"):
                     name = name_of(event.node)
                     yield at(event, f"`{name}` gets parameters that sharding replaces (line {item.line}).")
-
-
-@rule("PL072")
-def result_of_a_collective(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report the use of the None that a collective returns, and a number given to one."""
-    for event in witnesses[0].events("none_used"):
-        yield at(event, f"{event.operation} returns None, and this line uses it as a result.")
-    for event in witnesses[0].events("coll"):
-        out = event.out
-        if event.op in ("all_reduce", "broadcast", "reduce") and out is not None:
-            number = out.is_known and isinstance(out.const, (int, float)) and not isinstance(out.const, bool)
-            if number or out.fact("number"):
-                yield at(event, f"{event.op} gets a Python number.")
