@@ -16,8 +16,9 @@ _STATE: tuple[Kind, ...] = ("parameters", "buffers", "gathered", "buckets")
 _LEAST_REACHED = 0.02
 # A sharded module is whole in several copies: gathered, as parameters, and as gradients that are reduced.
 _COPIES, _MOST_COPIES = 4, 6
-# Gradients of activations and passing results, beside what was saved: measured, up to this part of it.
-_PASSING = 0.25
+# Gradients of activations and passing results, beside what was saved: measured, up to this part of it; and
+# with the pieces between them that glibc keeps (benchmarks/memory).
+_PASSING, _PASSING_IN_PIECES = 0.25, 0.75
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,15 @@ class Need:
         state: parameters, gradients and optimizer state.
         other: all else.
         pieces: freed memory that the C library keeps.
-        spread: by how much the need may be higher for another reason.
+        passing: the part of the activations by which the need may be higher.
+        spread: by how much it may be for another reason.
     """
 
     activations: int
     state: int
     other: int
     pieces: int = 0
+    passing: float = _PASSING
     spread: int = 0
 
     @property
@@ -51,7 +54,7 @@ class Need:
     @property
     def most(self) -> int:
         """The upper end of the estimate."""
-        return self.total + int(self.activations * _PASSING) + self.spread
+        return self.total + int(self.activations * self.passing) + self.spread
 
     def shrink(self, share: float) -> Need:
         """Return the need with this share of the activations."""
@@ -81,7 +84,9 @@ def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False
     state = fixed + max(held, gradients - activations)
     pieces = account.get("freed") if account.keeps_pieces else 0
     known = account.get(*_STATE, "activations", "request", "gradients", "optimizer")
-    return Need(activations, state, max(0, account.total - known - pieces), pieces, spread)
+    other = max(0, account.total - known - pieces)
+    passing = _PASSING_IN_PIECES if account.keeps_pieces else _PASSING
+    return Need(activations, state, other, pieces, passing, spread)
 
 
 def _estimate_saved(account: Account) -> int:

@@ -31,7 +31,7 @@ def describe(account: Account, settings: MemorySettings | None = None) -> str:
     remedies = list_remedies(account, settings)[:_MANY_REMEDIES]
     lines = [describe_without_remedies(account)]
     if remedies:
-        lines.append("What saves memory:")
+        lines.append("What saves memory, in proportion to the parts above:")
         lines += [f"  - {describe_remedy(one)}" for one in remedies]
     lines[-1] += f" [{CODE}]"
     return "\n".join(lines)
