@@ -97,12 +97,16 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
     found += _divide(account, settings)
     if need.pieces and not is_leak:
         words = f"{MAPPED}={MAPPED_FROM} in the environment: freed memory then goes back at once"
-        found.append(("map", words, replace(need, pieces=0)))
+        found.append(("map", words, need.without_pieces()))
     remedies = []
     for name, words, after in found:
-        if now - after.total > _LEAST * now:
-            fits = after.most <= room
-            remedies.append(Remedy(name, words, now - after.total, fits, after.least, after.most))
+        if now - after.total <= _LEAST * now:
+            continue
+        mapped = after.without_pieces()
+        if after.most > room >= mapped.most and name != "map":
+            after = mapped
+            words += f", with {MAPPED}={MAPPED_FROM} in the environment"
+        remedies.append(Remedy(name, words, now - after.total, after.most <= room, after.least, after.most))
     # What should not be there comes first, whether or not it is enough.
     first = ("release", "no_grad", "workers")
     return sorted(remedies, key=lambda one: (one.name not in first, not one.fits, -one.saves))

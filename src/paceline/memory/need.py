@@ -19,6 +19,8 @@ _COPIES, _MOST_COPIES = 4, 6
 # Gradients of activations and passing results, beside what was saved: measured, up to this part of it; and
 # with the pieces between them that glibc keeps (benchmarks/memory).
 _PASSING, _PASSING_IN_PIECES = 0.25, 0.75
+# glibc maps larger blocks on their own.
+_LARGEST_IN_HEAP = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Need:
         pieces: freed memory that the C library keeps.
         passing: the part of the activations by which the need may be higher.
         spread: by how much it may be for another reason.
+        kept: by how much if glibc keeps what comes and goes between what stays.
     """
 
     activations: int
@@ -40,6 +43,7 @@ class Need:
     pieces: int = 0
     passing: float = _PASSING
     spread: int = 0
+    kept: int = 0
 
     @property
     def total(self) -> int:
@@ -54,7 +58,11 @@ class Need:
     @property
     def most(self) -> int:
         """The upper end of the estimate."""
-        return self.total + int(self.activations * self.passing) + self.spread
+        return self.total + int(self.activations * self.passing) + self.spread + self.kept
+
+    def without_pieces(self) -> Need:
+        """Return the need if freed memory goes back at once."""
+        return replace(self, pieces=0, passing=min(self.passing, _PASSING), kept=0)
 
     def shrink(self, share: float) -> Need:
         """Return the need with this share of the activations."""
@@ -75,18 +83,21 @@ def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False
     optimizer = max(account.get("optimizer"), model.expected_state if is_training else 0)
     held = gradients if accumulates else account.get("gradients")
     fixed = account.get(*_STATE) + optimizer
-    spread = 0
+    spread = kept = 0
     if ranks > 1:
         fixed, gradients, held = (size // ranks for size in (fixed, gradients, held))
         fixed += _COPIES * model.largest_module
         spread = (_MOST_COPIES - _COPIES) * model.largest_module
+        # Whole modules come and go between the shards, which stay.
+        is_in_heap = account.keeps_pieces and model.largest_module < _LARGEST_IN_HEAP
+        kept = 2 * account.get("parameters") if is_in_heap else 0
     # Gradients appear while activations go.
     state = fixed + max(held, gradients - activations)
     pieces = account.get("freed") if account.keeps_pieces else 0
     known = account.get(*_STATE, "activations", "request", "gradients", "optimizer")
     other = max(0, account.total - known - pieces)
     passing = _PASSING_IN_PIECES if account.keeps_pieces else _PASSING
-    return Need(activations, state, other, pieces, passing, spread)
+    return Need(activations, state, other, pieces, passing, spread, kept)
 
 
 def _estimate_saved(account: Account) -> int:
