@@ -198,7 +198,6 @@ def test_code_between_two_modules_is_put_to_their_parent() -> None:
     [
         ({"looks_masked": True}, "PL702"),
         ({"rounded_to": "bf16"}, "PL712"),
-        ({"only_padding": True}, "PL713"),
     ],
 )
 def test_how_an_output_differs_reports_the_cause(seen: dict[str, bool], code: str) -> None:

@@ -44,7 +44,6 @@ def explain_forward(case: Case) -> Explained:
         _explain_type,
         _explain_received,
         _explain_draws,
-        _explain_padding,
         _explain_stale,
     ):
         found = explain(case, first, module, saw, ranks)
@@ -157,20 +156,6 @@ def _has_share(case: Case, first: EventDifference, rate: float) -> bool:
         return abs(first.share - wanted) < 0.5 * wanted
     # A mask inside a fused operation on some of the heads.
     return max(case.layout.tp, case.layout.pp) > 1
-
-
-def _explain_padding(
-    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
-    if not first.only_padding:
-        return None
-    return Explained(
-        "PL713",
-        module,
-        f"{saw} Only positions that the batch marks as padding differ.",
-        "The content of padding must not reach the loss, and should not differ either.",
-        "Look for a statistic, a mask or a split that counts padding.",
-    )
 
 
 def _explain_type(

@@ -32,6 +32,7 @@ from paceline.verifying.compare import (
     largest,
     looks_masked,
     measure_distance,
+    share_apart,
 )
 from paceline.verifying.microbatch_factors import fit_microbatches
 from paceline.verifying.observe import (
@@ -79,7 +80,6 @@ class EventDifference:
         factor: as in `Difference`.
         looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
         rounded_to: the narrower type that its values were rounded to, empty for none.
-        only_padding: whether all differences are in positions that the batch marks as padding.
         share: the share of its elements that differ.
         owner: the rank whose part the tensor is, such as `rank 1 of tp`, if it is another rank's.
         stale: the step after which the weight had this value, if that is an earlier step than expected.
@@ -98,7 +98,6 @@ class EventDifference:
     factor: float | None
     looks_masked: bool
     rounded_to: str
-    only_padding: bool = False
     share: float = 1.0
     owner: str = ""
     stale: int | None = None
@@ -423,7 +422,6 @@ class _Judge(_Nothing):
         size = measure_distance(expected, tensor)
         if size <= noise.tolerance or len(self.found.differences) >= _MAX_LISTED:
             return
-        apart = (expected - tensor).abs() > noise.tolerance
         is_received = not gradient and is_elsewhere(self._trainer, event.module)
         self.found.differences.append(
             EventDifference(
@@ -438,12 +436,11 @@ class _Judge(_Nothing):
                 factor=find_factor(expected, tensor),
                 looks_masked=looks_masked(expected, tensor, noise.tolerance),
                 rounded_to=find_rounding(expected, tensor),
-                share=float(apart.double().mean()),
+                share=share_apart(expected, tensor, noise.tolerance),
                 owner="" if event.is_weight else find_owner(whole, tensor, self._places, noise.tolerance),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
                 is_received=is_received,
                 instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,
-                only_padding=expected.is_floating_point() and self._is_padding(microbatch, apart),
             )
         )
 
@@ -470,21 +467,6 @@ class _Judge(_Nothing):
             if part is not None and measure_distance(part, tensor) <= tolerance:
                 return number
         return None
-
-    def _is_padding(self, microbatch: int, apart: Tensor) -> bool:
-        """Return whether all differences are at positions that an input of the model marks as padding."""
-        if apart.dim() < 2:
-            return False
-        wrong = apart.flatten(2).any(-1) if apart.dim() > 2 else apart
-        for key in self._keys:
-            if not key.startswith(f"{microbatch}/|0|in|"):
-                continue
-            mask = self._file.get_tensor(key)
-            if mask.shape != wrong.shape or mask.is_floating_point() or bool((mask != 0).all()):
-                continue
-            if not bool((wrong & (mask != 0)).any()):
-                return True
-        return False
 
     def finish(self, watch: Watch) -> Observed:
         """Return all observations, in the order of forward and backward."""
