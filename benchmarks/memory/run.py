@@ -8,7 +8,7 @@ Kills: the kernel ends the planted shortages of tests/memory/shortages.py under 
 other. The report counts if the launcher has one from before the kill.
 
 Settings: a training is killed, and runs again with the setting that the report says would have fitted, under
-the same limit per rank. It counts if the training ends exactly where the report says that it would have fitted.
+the same limit per rank. It counts if it ends exactly where the report says that it would have fitted.
 
 It needs a memory cgroup, version 1 or 2, in which this user can make groups. Exit code 1 if fewer than 95% of
 the reports were there, or a setting did not fit as said.
