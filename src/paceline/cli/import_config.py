@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
     import tomli_w
 
-    from paceline.recipe.foreign_configs import ACCELERATE, DEEPSPEED, translate
+    from paceline.recipe.foreign_configs import translate
     from paceline.recipe.load import BUILT_IN, parse_recipe
 
     config = _read(args.file)
     is_accelerate = args.file.suffix in _YAML or "distributed_type" in config
-    outcomes = translate(config, ACCELERATE if is_accelerate else DEEPSPEED)
+    outcomes = translate(config, "accelerate" if is_accelerate else "deepspeed")
     kind = config.get("distributed_type")
     for number, each in enumerate(outcomes):
         section = each.key.partition("_config.")[0]
