@@ -27,11 +27,10 @@ from typing import Any, Literal
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
-from paceline.schedulers.target import Nodes, Target, quote
+from paceline.schedulers.target import MARK, ClusterJob, flag, quote
 from paceline.schedulers.times import check_grace
 from paceline.schedulers.yaml_text import dump_yaml
 
-MARK = "Rendered by `paceline launch"
 # JobSet appends "-node-0-NNNNN", and a name has 63 letters at most.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?")
@@ -58,46 +57,33 @@ _RESTARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesJob:
-    """A job for Kubernetes.
+class KubernetesJob(ClusterJob):
+    """A job for Kubernetes: pods NAME-0, NAME-1 and so on.
 
-    Attributes:
-        kind: `"job"`, `"jobset"` or `"trainjob"`.
-        target: what to run; the image has it at the same path.
-        nodes: the number of pods.
-        nproc_per_node: ranks of each pod.
-        name: of the job; pods are NAME-0, NAME-1 and so on.
-        image: the container image, with Paceline.
-        workdir: the folder to run in; None: the image's.
-        gpus_per_node: GPUs of each pod; 0 for none.
-        cpus_per_node: cores of each pod; None requests one for each rank, without a limit.
-        mem: memory of each pod; None requests 4 GiB for each rank beside `shm`, without a limit.
-        shm: the size of /dev/shm, which loader workers and NCCL use; it counts as memory of the pod.
-        volumes: claims to mount, as `CLAIM:/path`.
-        interface: the network interface between pods, or `None`.
-        has_doctor: whether each pod checks its node before it starts; one that fails is made again.
-        user: number of the user and group that the pods run as; not 0, which `restricted` forbids.
-        options: further settings as `KEY=VALUE`, with the keys of `_OPTIONS`.
-        grace_s: seconds between SIGTERM and SIGKILL.
+    Without `cpus_per_node`, a pod requests a core for each rank, without a limit; without `mem`, 4 GiB for
+    each rank beside `shm`. The image has the target at the same path.
     """
 
-    kind: Literal["job", "jobset", "trainjob"]
-    target: Target
-    nodes: Nodes
-    nproc_per_node: int
-    name: str
-    image: str
-    workdir: str | None = None
-    gpus_per_node: int = 0
-    cpus_per_node: int | None = None
-    mem: str | None = None
-    shm: str = "8Gi"
-    volumes: tuple[str, ...] = ()
-    interface: str | None = None
-    has_doctor: bool = False
-    user: int = 1000
-    options: tuple[str, ...] = ()
-    grace_s: int
+    kind: Literal["job", "jobset", "trainjob"] = flag(
+        "jobset", None,
+        "jobset (default) needs the JobSet controller, trainjob Kubeflow Trainer; job works everywhere",
+        name="as", choices=["job", "jobset", "trainjob"],
+    )  # fmt: skip
+    image: str = flag(..., "IMAGE", "container image with Paceline and the code")
+    workdir: str | None = flag(None, "DIR", "folder to run in (default: the image's)")
+    # Loader workers and NCCL use it; it counts as memory of the pod.
+    shm: str = flag("8Gi", "SIZE", "size of /dev/shm (default 8Gi)")
+    volumes: tuple[str, ...] = flag(
+        [], "CLAIM:PATH", "mount a persistent volume claim", name="volume", action="append"
+    )
+    # Not 0, which the standard `restricted` forbids.
+    user: int = flag(1000, "UID", "user that the pods run as (default 1000)", type=int)
+    options: tuple[str, ...] = flag(
+        [], "KEY=VALUE",
+        "ttl=SECONDS (default a week), node-selector=KEY=VALUE, toleration=KEY[=VALUE]:EFFECT, "
+        "priority-class=NAME, pull-secret=NAME, service-account=NAME, queue=NAME (of Kueue); may be repeated",
+        name="option", action="append",
+    )  # fmt: skip
 
     def find(self, key: str) -> list[str]:
         """Return the values of one key of `options`."""
@@ -386,10 +372,10 @@ def _check(job: KubernetesJob) -> None:
         *(("--volume", text, _VOLUME, "CLAIM:/path", "--volume data:/data") for text in job.volumes),
         *_list_options(job),
     ]
-    for flag, value, pattern, rule, example in rows:
+    for name, value, pattern, rule, example in rows:
         if pattern.fullmatch(value) is None:
             raise PacelineError(
-                "PL369", saw=f"{flag} {value!r}.", rule=f"It is {rule}.", fix=f"Use for example {example}."
+                "PL369", saw=f"{name} {value!r}.", rule=f"It is {rule}.", fix=f"Use for example {example}."
             )
     if job.mem is not None and _count_bytes(job.shm) >= _count_bytes(job.mem):
         raise PacelineError(

@@ -18,55 +18,29 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
-from paceline.schedulers.target import RESTARTS, Nodes, Target, quote
+from paceline.schedulers.target import MARK, RESTARTS, ClusterJob, flag, quote
 from paceline.schedulers.times import check_grace, read_time_s
-
-MARK = "Rendered by `paceline launch"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """A job for SLURM.
+class SlurmJob(ClusterJob):
+    """A job for SLURM."""
 
-    Attributes:
-        target: what to run.
-        nodes: the number of nodes.
-        nproc_per_node: ranks of each node.
-        time: the limit, in one of SLURM's forms.
-        gpus_per_node: GPUs to request; 0 for none.
-        cpus_per_node: cores to request; None for the partition's default.
-        mem: memory per node, as SLURM writes it.
-        partition: where to run.
-        account: who pays.
-        name: the job's name.
-        output: the file for all output, with SLURM's patterns.
-        interface: the network interface between nodes; None: that of the route to the first node.
-        grace_s: seconds before the time limit at which ranks are asked to save.
-        max_requeues: how often the script requeues its job.
-        setup: lines of shell to run before.
-        options: more options of sbatch, as `key=value` or `key`.
-        array: tasks of a job array, each with one node; 0 for one job with all nodes.
-        has_doctor: whether the nodes are checked first; those that fail do not take part.
-    """
-
-    target: Target
-    nodes: Nodes
-    nproc_per_node: int
-    time: str
-    gpus_per_node: int = 0
-    cpus_per_node: int | None = None
-    mem: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    name: str
-    output: str
-    interface: str | None = None
-    grace_s: int
-    max_requeues: int
-    setup: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    array: int = 0
-    has_doctor: bool = False
+    time: str = flag(..., "T", "time limit: minutes, H:M:S or D-H:M:S")
+    partition: str | None = flag(None, "NAME", "the partition to run in")
+    account: str | None = flag(None, "NAME", "the account that pays")
+    array: int = flag(
+        0, "N", "a job array of N tasks with one node each, in place of one job; tasks beyond MAX are spares",
+        type=int,
+    )  # fmt: skip
+    output: str = flag(None, "FILE", "all output (default %%x-%%j.out, for an array %%x-%%A_%%a.out)")
+    max_requeues: int = flag(
+        100, "N", "number of times that the job requeues itself (default %(default)s)", type=int
+    )
+    setup: tuple[str, ...] = flag([], "LINE", "shell to run first, such as module load", action="append")
+    options: tuple[str, ...] = flag(
+        [], "KEY=VALUE", "another option of sbatch", name="option", action="append"
+    )
 
 
 def render_slurm(job: SlurmJob) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.reading import read_file
 
+MARK = "Rendered by `paceline launch"
+"""The beginning of the line by which a rendered file is known."""
 _MOST_BYTES = 1 << 20
 # Where a node may be lost, ranks start again on those that are left; each start counts.
 RESTARTS = 3
@@ -39,6 +43,58 @@ class Nodes:
     def restarts(self) -> int:
         """The number of times that ranks start again after a failure."""
         return RESTARTS if self.is_range else 0
+
+
+def flag(default: Any, metavar: str | None, text: str, **options: Any) -> Any:
+    """Return a field of a job that is a flag of `paceline launch`, with its help; `...` is required.
+
+    A flag is named after its field, but for `name` among the options, and lists become tuples.
+    """
+    settings = {"metavar": metavar, "help": text, "default": default, **options}
+    if metavar is None:
+        del settings["metavar"]
+    if default is ...:
+        settings |= {"default": None, "required": True}
+        return field(metadata=settings)
+    return field(default=() if default == [] else default, metadata=settings)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """Add the flags of a kind of job."""
+    for each in fields(kind):
+        if each.metadata:
+            options = dict(each.metadata)
+            name = options.pop("name", each.name)
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=each.name, **options)
+
+
+def read_flags(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Return the values of the flags of a kind of job."""
+    found = {each.name: getattr(args, each.name) for each in fields(kind) if each.metadata}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """A job of any cluster: its target, and what all clusters have flags for."""
+
+    target: Target
+    nodes: Nodes
+    nproc_per_node: int
+    name: str
+    gpus_per_node: int = flag(0, "N", "GPUs per node (default 0)", type=int)
+    cpus_per_node: int | None = flag(
+        None, "N", "cores per node (default: the cluster's, or one per rank)", type=int
+    )
+    mem: str | None = flag(None, "SIZE", "memory of each node or pod, for example 200G, in Kubernetes 200Gi")
+    interface: str | None = flag(None, "NAME", "the network interface between nodes, such as ib0")
+    grace_s: int = flag(
+        120, "S", "seconds that ranks have to save before the job ends (default %(default)s)", type=int
+    )
+    has_doctor: bool = flag(
+        False, None, "check the nodes with `paceline doctor` first, and keep out those that fail",
+        name="doctor", action="store_true",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
