@@ -166,18 +166,6 @@ ONE_PROBLEM = {
         "unknown key optimizer.momentum.",
         "Remove",
     ),
-    "removed key": (
-        small(checkpoint={"memory_every": "auto"}),
-        "PL100",
-        "checkpoint.memory_every was removed.",
-        "checkpoint.asynchronous = true",
-    ),
-    "removed section": (
-        small(algorithm={"exact_sum": "direct"}),
-        "PL100",
-        "algorithm was removed.",
-        "Remove the table",
-    ),
     "unknown section": (small(trian={"steps": 3}), "PL100", "unknown key trian.", '"train"'),
     "misspelt section": (small(train=None, trian={"steps": 3}), "PL100", "unknown key trian.", '"train"'),
     "missing section": (small(model=None), "PL101", "model is missing.", "[model]"),

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from paceline.errors import PacelineError
-from paceline.recipe.removed import REMOVED
 from paceline.recipe.schema import Recipe, Section
 
 Location = tuple[int | str, ...]
@@ -111,7 +110,7 @@ def _in_order(found: dict[str, tuple[tuple[int, ...], PacelineError]]) -> list[P
 
 
 def _meant(detail: ErrorDetails) -> list[str]:
-    if detail["type"] != "extra_forbidden" or _key(detail["loc"]) in REMOVED:
+    if detail["type"] != "extra_forbidden":
         return []
     section = _key(detail["loc"]).rpartition(".")[0]
     return [f"{section}.{name}" if section else name for name in _near(detail["loc"])]
@@ -220,9 +219,6 @@ def _explain_kind(key: str, context: dict[str, Any]) -> PacelineError:
 
 
 def _explain_unknown(key: str, location: Location) -> PacelineError:
-    if key in REMOVED:
-        rule, fix = REMOVED[key]
-        return PacelineError("PL100", saw=f"{key} was removed.", rule=rule, fix=fix)
     near = _near(location)
     elsewhere = [
         f"{section}.{location[-1]}"

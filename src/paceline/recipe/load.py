@@ -15,7 +15,6 @@ import tomli_w
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.reading import read_file
 from paceline.recipe.explain import field_at, validate_recipe
-from paceline.recipe.removed import drop_removed
 from paceline.recipe.schema import Recipe
 
 # A recipe has about a hundred lines, and its own values are nested three deep.
@@ -32,7 +31,6 @@ def load_recipe(
     settings: Sequence[str] = (),
     *,
     remark: Callable[[str], None] | None = None,
-    of_run: bool = False,
 ) -> Recipe:
     """Read and validate a recipe file.
 
@@ -43,7 +41,6 @@ def load_recipe(
         settings: `"key=value"` texts (`train.steps=100`) that override the file; values are TOML,
             and what is not TOML is taken as a string. `none` leaves an optional key out.
         remark: called with a sentence about each value that was adapted to the settings.
-        of_run: whether a run wrote it into its folder; keys that were removed since are then left out.
 
     Raises:
         PacelineError: PL120 missing, PL121 unreadable, PL122 not TOML, PL123 malformed setting, PL124 a
@@ -53,8 +50,6 @@ def load_recipe(
     path = find_recipe(path)
     table = _parse_toml(path, _read_text(path))
     _shorten_warmup(table, settings, remark)
-    if of_run:
-        drop_removed(table)
     return parse_recipe(table, settings, where=str(path))
 
 

@@ -62,19 +62,6 @@ def test_a_resumable_key_may_change_and_is_noted(tmp_path: Path, setting: str) -
     assert load_recipe(tmp_path / "recipe.toml") == recipe(setting)
 
 
-def test_the_recipe_of_an_older_version_resumes(tmp_path: Path) -> None:
-    """A run writes every key with its default, so each recipe of a run has those that were removed since."""
-    claim(tmp_path)
-    path = tmp_path / "recipe.toml"
-    text = path.read_text().replace("[checkpoint]\n", '[checkpoint]\nmemory_every = "auto"\n')
-    path.write_text(text + '\n[algorithm]\nexact_sum = "auto"\n')
-    with pytest.raises(PacelineError, match=r"checkpoint\.memory_every was removed"):
-        load_recipe(path)
-    check_run_folder(tmp_path, recipe())
-    claim(tmp_path)
-    assert load_recipe(path) == recipe()
-
-
 @pytest.mark.parametrize(
     ("setting", "difference"),
     [

@@ -83,7 +83,7 @@ def claim_run_folder(
 
 def _check_recipe(folder: Path, recipe: Recipe, accept: Sequence[str]) -> None:
     if (folder / RECIPE).exists():
-        old = load_recipe(folder / RECIPE, of_run=True)
+        old = load_recipe(folder / RECIPE)
         check_resumable(old, recipe, where=str(folder), accept=accept)
     else:
         check_accepted(accept, recipe)
