@@ -47,8 +47,8 @@ def time_calls() -> None:
     """Time isolated calls, on every rank."""
     import torch
     import torch.distributed as dist
+    from common_clock import CommonClock
 
-    from paceline.bench.common_clock import CommonClock
     from paceline.world import start
 
     with start(device="cpu", threads_per_rank=1) as world:

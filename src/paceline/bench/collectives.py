@@ -1,8 +1,7 @@
 """Measures collectives on the running ranks beside their prediction from one ring's messages.
 
-All ranks begin a call at a common instant (`bench/common_clock.py`), and it lasts until the last rank's end.
-Calls of all kinds and sizes alternate, in turns of opposite order, so that a machine that slows down affects
-all.
+A barrier precedes each call, and the slowest rank counts, as in nccl-tests. Calls of all kinds and sizes
+alternate, in turns of opposite order, so that a machine that slows down affects all.
 
 A prediction is `call + steps * step + bytes / rate` (Hockney 1994). The step and the rate are those of a ring
 over all ranks, in which each sends to the next one and receives from the one before; so they are those of its
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.bench.common_clock import CommonClock
 from paceline.bench.spread import Spread
 from paceline.comm.collectives import all_gather, reduce_scatter
 from paceline.comm.nodes import find_nodes
@@ -92,7 +90,7 @@ class Ring:
 
 
 def predict(operation: str, num_bytes: float, num_ranks: int, ring: Ring) -> float:
-    """Return the seconds of a call, from the common start to the last rank's end."""
+    """Return the seconds of a call, from a barrier to the slowest rank's end."""
     algorithm = ALGORITHMS[operation]
     sent = algorithm.sent(num_ranks) * num_bytes
     return ring.call_s + algorithm.steps(num_ranks) * ring.step_s + sent / ring.bytes_per_s
@@ -106,7 +104,7 @@ class Cell:
         operation: as torch.distributed calls it.
         num_bytes: the size; 0 for a barrier.
         algorithm: that gloo runs.
-        time_s: from the common start to the last rank's end.
+        time_s: from a barrier to the slowest rank's end.
         algorithm_bytes_per_s: size over median time; None for a barrier.
         bus_bytes_per_s: that times the operation's factor; None for a barrier.
         predicted_s: from the ring alone.
@@ -176,9 +174,8 @@ def measure_collectives(
 def _run(sizes: Sequence[int], repeats: int) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
         hosts, nodes = find_nodes()
-        clock = CommonClock(world)
-        ring = _measure_ring(world, clock)
-        cells = _measure_cells(world, clock, ring, sizes, repeats)
+        ring = _measure_ring(world)
+        cells = _measure_cells(world, ring, sizes, repeats)
         errors = [abs(cell.error) for cell in cells]
         return Collectives(
             nodes=nodes,
@@ -192,7 +189,21 @@ def _run(sizes: Sequence[int], repeats: int) -> Collectives:
         )
 
 
-def _measure_ring(world: World, clock: CommonClock) -> Ring:
+def _time(call: Callable[[], object]) -> float:
+    """Return the seconds of a call after a barrier, on the slowest rank."""
+    dist.barrier()
+    began_s = time.perf_counter()
+    call()
+    return _find_slowest(time.perf_counter() - began_s)
+
+
+def _find_slowest(seconds: float) -> float:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.item())
+
+
+def _measure_ring(world: World) -> Ring:
     """Measure a ring over all ranks, on all of them; the slowest rank counts."""
     num_ranks = world.world_size
     after, before = (world.rank + 1) % num_ranks, (world.rank - 1) % num_ranks
@@ -208,16 +219,14 @@ def _measure_ring(world: World, clock: CommonClock) -> Ring:
                 assert work is not None
                 work.wait()
             taken.append(time.perf_counter() - began_s)
-        slowest = torch.tensor(statistics.median(taken[_GROWING:]), dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest.item())
+        return _find_slowest(statistics.median(taken[_GROWING:]))
 
     large_s = pass_on(_LARGE_BYTES, _LARGE_ROUNDS)
     step_s = pass_on(_SMALL_BYTES, _SMALL_ROUNDS)
     rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - step_s, 1e-9)
     # A call that stands alone wakes threads and cores that sleep; the messages above follow each other.
     # A busy machine wakes ranks late: the lower quartile.
-    barrier_s = statistics.quantiles([clock.time(dist.barrier) for _ in range(_SMALL_ROUNDS)], n=4)[0]
+    barrier_s = statistics.quantiles([_time(dist.barrier) for _ in range(_SMALL_ROUNDS)], n=4)[0]
     return Ring(max(0.0, barrier_s - _depth(num_ranks) * step_s), step_s, rate)
 
 
@@ -242,9 +251,7 @@ def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[st
     }
 
 
-def _measure_cells(
-    world: World, clock: CommonClock, ring: Ring, sizes: Sequence[int], repeats: int
-) -> list[Cell]:
+def _measure_cells(world: World, ring: Ring, sizes: Sequence[int], repeats: int) -> list[Cell]:
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         num_bytes, by_name = build_calls(size, world.world_size, world.rank)
@@ -253,13 +260,13 @@ def _measure_cells(
     times: dict[tuple[str, int], list[float]] = {}
     wanted: dict[tuple[str, int], int] = {}
     for cell, call in calls.items():
-        slowest_s = max(clock.time(call) for _ in range(_WARM_UP))
+        slowest_s = max(_time(call) for _ in range(_WARM_UP))
         wanted[cell] = max(min(_FEWEST, repeats), min(repeats, int(_CELL_S / slowest_s)))
         times[cell] = []
     for turn in range(repeats):
         for cell in calls if turn % 2 == 0 else reversed(calls):
             if turn < wanted[cell]:
-                times[cell].append(clock.time(calls[cell]))
+                times[cell].append(_time(calls[cell]))
     order = list(ALGORITHMS)
     cells = sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
     return [_describe_cell(*cell, times[cell], world.world_size, ring) for cell in cells]
