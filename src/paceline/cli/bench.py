@@ -45,7 +45,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     scaling.add_argument(
         "--weak", action="store_true", help="a recipe's global batch grows with the ranks: times N on N ranks"
     )
-    scaling.add_argument("--plot", metavar="FILE", type=Path, help="also draw a .png, .svg or .pdf")
     _add(
         kinds,
         "overhead",
@@ -150,12 +149,9 @@ def _check_script(args: argparse.Namespace) -> None:
 
 
 def _scaling(job: Measured, args: argparse.Namespace) -> int:
-    from paceline.bench.picture import check_picture, draw_scaling
     from paceline.bench.scaling import list_ranks, measure_scaling
     from paceline.cli.bench_report import describe_scaling
 
-    if args.plot is not None:
-        check_picture(args.plot)
     if args.ranks is None:
         ranks = list_ranks(_count_ranks(job, args))
     else:
@@ -165,9 +161,6 @@ def _scaling(job: Measured, args: argparse.Namespace) -> int:
     )
     scaling = measure_scaling(job, ranks, steps=args.steps, repeats=args.repeats, weak=args.weak)
     print(json.dumps(asdict(scaling)) if args.json else describe_scaling(scaling))
-    if args.plot is not None:
-        draw_scaling(scaling, args.plot)
-        _print_note(f"drawn into {args.plot}")
     return 0
 
 
