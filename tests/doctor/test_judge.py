@@ -17,7 +17,11 @@ def survey(size: int, *, seed: int = 0) -> Survey:
     links = list(itertools.permutations(range(size), 2))
     found = Survey([f"n{i}" for i in range(size)], [f"10.0.0.{i + 1}" for i in range(size)], size)
     found.checked = {
-        i: {"facts": {"own name": f"10.0.0.{i + 1}"}, "checked": [{"facts": {"torch": "2.13"}}]}
+        i: {
+            "facts": {},
+            "announced": (f"10.0.0.{i + 1}", "its name"),
+            "checked": [{"facts": {"torch": "2.13"}, "findings": []}],
+        }
         for i in range(size)
     }
     found.rates = {link: draw(1.0e8, 1.3e8) for link in links}
@@ -64,6 +68,13 @@ def test_links_above_what_one_connection_fills_are_alike() -> None:
     assert judge(found) == []
 
 
+def test_links_to_a_silent_node_are_not_named_again() -> None:
+    found = survey(3)
+    found.lost = {2: "links"}
+    found.unreachable = {(1, 2): {"stage": "large", "error": "timed out"}}
+    assert [each.code for each in judge(found)] == ["PL983"]
+
+
 def test_lossy_and_far_links() -> None:
     found = survey(3)
     found.resent[0, 2] = 0.05
@@ -102,9 +113,12 @@ def test_nodes_that_are_missing_silent_or_twice() -> None:
 
 def test_a_name_that_stands_for_loopback() -> None:
     found = survey(3)
-    found.checked[1]["facts"]["own name"] = "127.0.1.1"
-    assert "n1: its name stands for 127.0.1.1 there, and the others reach it at 10.0.0.2" in one(found)
-    found.checked[1]["interface"] = "eth0"
+    found.checked[1]["announced"] = "127.0.1.1", "the name node1 stands for it"
+    assert (
+        "n1: gloo would announce 127.0.1.1 there (the name node1 stands for it), and others reach it"
+        in one(found)
+    )
+    found.checked[1]["checked"][0]["findings"] = [{"code": "PL976"}]
     assert judge(found) == []
 
 
@@ -121,6 +135,12 @@ def test_a_slow_node_and_a_clock() -> None:
     found = survey(4)
     found.speeds[2]["matrix product"] = 2e10
     assert one(found).startswith("n2: matrix product: 2")
+    for number, rates in found.speeds.items():
+        rates["share of a core"] = 0.3 if number == 2 else 0.98
+    assert [str(each).partition(" %")[0][:12] for each in judge(found)] == ["n2: matrix p", "n2: share of"]
+    for rates in found.speeds.values():
+        rates["share of a core"] = 0.4
+    assert judge(found) == []  # one busy machine, which favors now one and now another
     found = survey(3)
     found.offsets_s[1] = [(3.0, 1e-3), (3.0, 1e-3)]
     assert "n1: its clock is +3.00 s from n0's" in one(found)

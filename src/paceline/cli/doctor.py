@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,9 +202,16 @@ def _follow(
     host: str, port: int, machine: Machine, facts: Mapping[str, str], args: argparse.Namespace
 ) -> int:
     """Take part as one of the other nodes."""
+    from paceline.doctor.checks import ports
     from paceline.doctor.cluster.node import take_part
+    from paceline.launching.elastic.network import is_own_host
 
-    last = take_part(host, port, args.rdzv_id, machine, facts, args.join_timeout)
+    try:
+        last = take_part(host, port, args.rdzv_id, machine, facts, args.join_timeout)
+    except PacelineError as error:
+        for held in ports.check(replace(machine, port=port)).findings if is_own_host(host) else ():
+            raise PacelineError(held.code, saw=held.saw, rule=held.rule, fix=held.fix) from error
+        raise
     if not args.json:
         said = f"{last.get('findings')} findings" if last.get("findings") else "nothing to change"
         print(f"{socket.gethostname()}: checked, {said}; the report is on {last.get('first')}")
@@ -279,6 +286,8 @@ def _mark(num_findings: int) -> str:
 
 
 def _describe_cluster(survey: Survey, findings: list[Finding]) -> str:
+    from paceline.doctor.cluster.judge import are_busy
+
     names = survey.names
     width = max(map(len, [*names, "Mbit/s"]))
     lines = ["", f"{len(names)} of {survey.num_wanted} nodes"]
@@ -288,6 +297,8 @@ def _describe_cluster(survey: Survey, findings: list[Finding]) -> str:
         offset = f"clock {survey.offsets_s[i][0][0]:+.3f} s" if i in survey.offsets_s else ""
         bad = sum(name in finding.where for finding in findings)
         lines.append(f"  {name:<{width}}  {_mark(bad)}  {survey.addresses[i]:<15} {speed:>15}  {offset}")
+    if are_busy(survey.speeds):
+        lines.append("  Most nodes shared their cores with other work, so their speeds were not compared.")
     if survey.rates or survey.unreachable:
         lines += ["", f"{'Mbit/s':<{width}}  to " + "".join(f"{name[-9:]:>10}" for name in names)]
         for i, name in enumerate(names):

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 
 from paceline.doctor.cluster.judge import find_slow_links, find_slow_nodes
 from paceline.doctor.cluster.messages import receive, send
+from paceline.doctor.cluster.speed import RAN
 from paceline.errors import PacelineError
 
 _HELLO_S = 5.0
@@ -22,7 +24,8 @@ _ANSWER_S = 15.0
 _LINK_S = 0.25
 _REPEATS = 2
 _NUM_PINGS = 10
-_LOOKS = 3
+_LOOKS = 5
+_WORK = "matrix product"
 _COLLECTIVES_S = 25.0
 
 
@@ -218,8 +221,8 @@ class Surveyor:
 
     def _measure(self, links: list[tuple[int, int]]) -> None:
         """Measure disjoint links at once, and keep the best of all measurements of each."""
-        survey = self.survey
-        links = [link for link in links if link not in survey.unreachable]
+        survey, places = self.survey, self.survey.addresses
+        links = [(i, j) for i, j in links if (i, j) not in survey.unreachable and places[i] != places[j]]
         commands = {}
         for i, j in links:
             address, port = self._place(j)
@@ -237,11 +240,22 @@ class Surveyor:
     def _measure_speeds(self) -> None:
         survey = self.survey
         survey.speeds = self._ask_all(_ANSWER_S, {i: {"do": "speed"} for i in self._alive()})
-        for _ in range(_LOOKS):  # again and alone, as something else may have run there
-            for number in sorted({node for node, _, _ in find_slow_nodes(survey.speeds)}):
-                reply = self._nodes[number].ask(_ANSWER_S, do="speed")
-                for kind, rate in (reply or {}).items():
-                    survey.speeds[number][kind] = max(rate, survey.speeds[number].get(kind, 0.0))
+        # Other work comes and goes, so a slow node is measured again, in turns with one of usual speed.
+        first, best = dict(survey.speeds), defaultdict[int, Counter[str]](Counter)
+        for _ in range(_LOOKS):
+            slow = {node for node, _, _ in find_slow_nodes(survey.speeds)}
+            others = sorted(first.keys() - slow, key=lambda node: first[node].get(_WORK, 0.0))
+            if not slow or not others:
+                return
+            usual = others[len(others) // 2]
+            for node in (usual, *sorted(slow)):
+                reply = self._nodes[node].ask(_ANSWER_S, do="speed") or {}
+                best[node] |= Counter({kind: rate for kind, rate in reply.items() if kind != "error"})
+            survey.speeds[usual] = {**first[usual], RAN: best[usual][RAN]}
+            for node in slow:
+                for kind in best[node] & best[usual]:
+                    share = best[node][kind] / best[usual][kind]
+                    survey.speeds[node] = {**survey.speeds[node], kind: share * survey.speeds[usual][kind]}
 
     def _look_for(self, folder: str) -> None:
         reply = self._nodes[0].ask(_ANSWER_S, do="leave", folder=folder)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paceline.doctor.cluster.speed import RAN
 from paceline.finding import Finding
 from paceline.phrases import join, name_some
 from paceline.units import format_bytes, format_seconds
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 # One TCP stream does not fill a faster link, so above this two links are alike.
 _FAST = 1e9
 _SLOW_LINK, _SLOW_NODE = 0.5, 0.6
+_FREE = 0.8
 _FAR, _FAR_S = 5.0, 2e-3
 _RESENT = 0.01
 _CLOCK_S, _DRIFT = 0.5, 1e-3
 _WEAK_ALL_REDUCE = 0.1
 # Differ between nodes by their nature.
-_OWN_FACTS = {"own name", "$CUDA_VISIBLE_DEVICES", "$GLOO_SOCKET_IFNAME", "$NCCL_SOCKET_IFNAME"}
+_OWN_FACTS = {"$CUDA_VISIBLE_DEVICES", "$GLOO_SOCKET_IFNAME", "$NCCL_SOCKET_IFNAME"}
 _ADVICE = {
     "refused": "Something answers there and turns the connection away: a firewall that rejects, or an "
     "address that "
@@ -63,6 +65,8 @@ def find_usual_rate(rates: Mapping[tuple[int, int], float]) -> float:
 def find_slow_nodes(speeds: Mapping[int, Mapping[str, float]]) -> list[tuple[int, str, float]]:
     """Return (node, kind, share of the usual rate) of what is slow."""
     found = []
+    if are_busy(speeds):
+        return []
     for kind in {kind for rates in speeds.values() for kind in rates if kind != "error"}:
         rates = {node: rates[kind] for node, rates in speeds.items() if kind in rates}
         if len(rates) < 2:
@@ -70,6 +74,12 @@ def find_slow_nodes(speeds: Mapping[int, Mapping[str, float]]) -> list[tuple[int
         usual = max(rates.values()) if len(rates) == 2 else median(rates.values())
         found += [(node, kind, rate / usual) for node, rate in rates.items() if rate < _SLOW_NODE * usual]
     return sorted(found)
+
+
+def are_busy(speeds: Mapping[int, Mapping[str, float]]) -> bool:
+    """Return whether most nodes had to share their cores, as on one busy machine: speeds say nothing then."""
+    ran = [rates[RAN] for rates in speeds.values() if RAN in rates]
+    return bool(ran) and (max(ran) if len(ran) == 2 else median(ran)) < _FREE
 
 
 def _judge_presence(survey: Survey) -> Iterator[Finding]:
@@ -104,26 +114,30 @@ def _judge_names(survey: Survey) -> Iterator[Finding]:
                     fix=f"Give each node its own {kind}, and start the command once per node.",
                 )
     for number, reply in survey.checked.items():
-        own = reply.get("facts", {}).get("own name", "")
-        if not own or reply.get("interface"):
-            continue
+        own, why = reply.get("announced", ("", ""))
         address = survey.addresses[number]
-        is_loopback = ipaddress.ip_address(own.partition("%")[0]).is_loopback
-        if is_loopback and not ipaddress.ip_address(address).is_loopback:
+        known = [found["code"] for each in reply.get("checked", ()) for found in each["findings"]]
+        if own and "PL976" not in known and _is_loopback(own) and not _is_loopback(address):
             yield Finding(
                 "PL976",
                 survey.names[number],
-                saw=f"its name stands for {own} there, and the others reach it at {address}.",
-                rule="torchrun's ranks would tell the others to connect to themselves (gloo announces what "
-                "the name "
-                "stands for). `paceline run` chooses the interface itself.",
-                fix=f"Write {address} beside the name in its /etc/hosts, or set GLOO_SOCKET_IFNAME.",
+                saw=f"gloo would announce {own} there ({why}), and others reach it at {address}.",
+                rule="torchrun's ranks would tell others to connect to themselves. `paceline run` chooses "
+                "the interface itself where no variable does.",
+                fix=f"Write {address} beside the name in its /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
+                "interface that has it.",
             )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _judge_reach(survey: Survey) -> Iterator[Finding]:
     failed: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for link, found in survey.unreachable.items():
+        if survey.lost.keys() & link:
+            continue  # it follows from the node's silence
         kind = "large" if found["stage"] == "large" else "silent"
         if "refused" in found["error"].lower() or "no route" in found["error"].lower():
             kind = "refused"

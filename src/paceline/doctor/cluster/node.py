@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from paceline.doctor.cluster import links
 from paceline.doctor.cluster.messages import connect, receive, send
 from paceline.doctor.cluster.speed import measure_speed
 from paceline.doctor.machine import Checked, Machine
+from paceline.doctor.meeting import find_announced
 from paceline.errors import PacelineError
 
 _RETRY_S = 0.2
 # The first node may wait for the slowest of all before it asks again.
-_SILENCE_S = 120.0
+_SILENCE_S, _FIRST_S = 120.0, 10.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 
 
@@ -45,7 +45,8 @@ def take_part(
     """
     connection = _join(host, port, timeout_s)
     with connection:
-        connection.settimeout(max(_SILENCE_S, timeout_s))
+        # The first node waits as long for the others, and then asks at once; a stranger never does.
+        connection.settimeout(timeout_s + _FIRST_S)
         stage = "the meeting"
         node = _Node(connection.getsockname()[0], machine, facts)
         try:
@@ -54,6 +55,7 @@ def take_part(
             send(connection, {"job": job, "name": name})
             while True:
                 command = receive(connection)
+                connection.settimeout(_SILENCE_S)
                 stage = str(command.get("do"))
                 if stage == "end":
                     return command
@@ -128,15 +130,12 @@ class _Node:
 
     def _check(self) -> dict[str, Any]:
         checked = [asdict(result) for result in check_machine(self._machine)]
-        name = socket.gethostname()
-        with suppress(OSError, UnicodeError):
-            self._facts = {**self._facts, "own name": str(socket.getaddrinfo(name, None)[0][4][0])}
         return {
             "checked": checked,
             "facts": dict(self._facts),
             "port": self._server.port,
             "free_port": _find_free_port(),
-            "interface": self._machine.environ.get(_GLOO, ""),
+            "announced": find_announced(self._machine.environ),
         }
 
     def _leave(self, folder: str) -> dict[str, Any]:
