@@ -162,6 +162,16 @@ def is_profiling(torch: Any) -> bool | None:
     return None
 
 
+def load_annotations(torch: Any) -> None:
+    """Have torch import what its annotations need.
+
+    A profiler with stacks that records this import names it by memory that has been freed (torch 2.13), and
+    `events()` then fails if other code, such as the watch's, has used that memory.
+    """
+    with suppress(Exception), torch.autograd.profiler.record_function("paceline"):
+        pass
+
+
 def note_transfers(note: Callable[[str, str, int, int], None]) -> Callable[[], None]:
     """Call `note` before each send and receive of this process; return the function that ends this.
 

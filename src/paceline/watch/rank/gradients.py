@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from paceline.torch_seams.profiling import is_profiling
 from paceline.torch_seams.watching import (
     call_after_backward,
     count_writes,
@@ -284,6 +285,8 @@ class WatchedParameter:
         try:
             task = self._find_task()
             self._gradients.count(task)
+            if is_profiling(self._torch):  # its rows are to show the script's operators alone
+                return
             if self._gradients.observer is not None:
                 self._gradients.observer(self, gradient)
             if gradient.requires_grad:  # of create_graph=True

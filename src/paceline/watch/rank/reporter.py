@@ -33,6 +33,7 @@ from paceline.launching.watcher import name_account
 from paceline.own_code import is_own
 from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
+from paceline.torch_seams.profiling import load_annotations
 from paceline.torch_seams.watching import find_world, list_reduced_names
 from paceline.watch.protocol.report import (
     WATCHING_THREAD,
@@ -198,6 +199,7 @@ class WatchedProcess:
 
     def _meet_torch(self, torch: object) -> None:
         choose_buffer_size()
+        load_annotations(torch)
         self.operations.install(torch)
         self._exits.watch_terminate()
         self._gradients.install(torch)

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from paceline.torch_seams.observing import list_observed, observe
+from paceline.torch_seams.profiling import is_profiling
 from paceline.torch_seams.watching import hide_from_compiler
 from paceline.watch.protocol.report import Fact
 from paceline.watch.rank.gradients import Gradients, WatchedParameter
@@ -40,6 +41,8 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
         try:
             if self._gradients.found is not None:
                 self.remove()  # its hooks are off, so that no pass is counted
+            elif is_profiling(self._torch):  # its rows are to show the script, and nothing else
+                self._pause()
             elif not (self._is_over or _is_capturing(self._torch)):
                 method(self, *args, **kwargs)
         except Exception as error:
