@@ -63,6 +63,11 @@ def count(traces: list[RankTrace], rank: int, place: int) -> RankStep:
             arrived = max(other.issued_ns for other in members.values())
             last = min(r for r, other in members.items() if other.issued_ns == arrived)
             waits.append((part.issued_ns, min(arrived, part.end_ns), last))
+    links = find_links(traces)
+    by_links = {}
+    for kind in set(links.values()):
+        own = {t for p in parts if links.get(p.key) == kind for t in range(p.issued_ns, p.end_ns)}
+        by_links[kind] = len(own & set(window)), len((own - computed) & set(window))
     under_way = {t for part in parts for t in range(part.issued_ns, part.end_ns)}
     phases = dict.fromkeys([*(name for name in PHASES if name in trace.phases), HOST], 0)
     waiting: dict[int, int] = {}
@@ -85,13 +90,29 @@ def count(traces: list[RankTrace], rank: int, place: int) -> RankStep:
         waiting_ns=waiting,
         backward_comm_ns=backward_comm,
         traffic=(),
+        by_links=by_links,
     )
+
+
+def find_links(traces: list[RankTrace]) -> dict[object, str]:
+    """Return which collectives cross nodes, if there are several nodes."""
+    links: dict[object, str] = {}
+    if len({trace.host for trace in traces}) == 1:
+        return links
+    for key in {part.key for trace in traces for part in trace.collectives}:
+        found = [(t.host, part.operation) for t in traces for part in t.collectives if part.key == key]
+        if len(found) > 1 and (key[1] or len({operation for _, operation in found}) == 1):
+            links[key] = "between nodes" if len({host for host, _ in found}) > 1 else "within a node"
+    return links
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(st.integers(2, 16), st.integers(0, 2**32))
 def test_every_number_is_that_of_brute_force(num_ranks: int, seed: int) -> None:
     traces = generate(num_ranks, seed)
+    if seed % 2:
+        traces = [replace(trace, host="ab"[trace.rank >= num_ranks // 2]) for trace in traces]
+    links = find_links(traces)
     matched, num_unlike = match_collectives(traces)
     if num_unlike > len(matched):
         with pytest.raises(PacelineError, match="PL904"):
@@ -106,7 +127,8 @@ def test_every_number_is_that_of_brute_force(num_ranks: int, seed: int) -> None:
         issued = [part for part in traces[row.rank].collectives if begin <= part.issued_ns < end]
         assert sum(traffic.count for traffic in row.traffic) == len(issued)
         for traffic in row.traffic:
-            same = [p for p in issued if (p.group, p.operation) == (traffic.group, traffic.operation)]
+            kind = traffic.group, traffic.operation, traffic.links
+            same = [p for p in issued if (p.group, p.operation, links.get(p.key, "")) == kind]
             spans = [(part.issued_ns, min(end, part.end_ns)) for part in same]
             assert traffic.busy_ns == len(instants(spans))
             sizes = [part.num_bytes for part in same]

@@ -140,23 +140,25 @@ def _mean(rows: Sequence[RankStep], value: Any) -> float:
 
 def _tabulate_traffic(profile: Profile) -> str:
     """Return communication by group and operation, as means over ranks and steps."""
-    totals: dict[tuple[str, str, str], list[float]] = {}
+    totals: dict[tuple[str, str, str, str], list[float]] = {}
     for row in profile.rows:
         for traffic in row.traffic:
-            total = totals.setdefault((traffic.group, traffic.operation, traffic.at), [0, 0, 0])
+            key = traffic.group, traffic.operation, traffic.at, traffic.links
+            total = totals.setdefault(key, [0, 0, 0])
             total[0] += traffic.count
             total[1] += traffic.num_bytes if traffic.num_bytes is not None else float("nan")
             total[2] += traffic.busy_ns
     if not totals:
         return "no collectives"
-    has_lines = any(at for _, _, at in totals)
-    lines = [["per rank and step", "group", "count", "input", "ms under way", *["line"] * has_lines]]
+    has_lines, has_links = any(key[2] for key in totals), any(key[3] for key in totals)
+    head = ["per rank and step", "group", "count", "input", "ms under way"]
+    lines = [[*head, *["links"] * has_links, *["line"] * has_lines]]
     number = len(profile.rows)
     ordered = sorted(totals.items(), key=lambda item: -item[1][2])
-    for (group, operation, at), (count, size, busy) in ordered[:_MOST_ROWS]:
+    for (group, operation, at, links), (count, size, busy) in ordered[:_MOST_ROWS]:
         known = "?" if size != size else format_bytes(size / number)
         cells = [operation, group or "?", f"{count / number:.3g}", known, _milliseconds(busy / number)]
-        lines.append([*cells, *[at] * has_lines])
+        lines.append([*cells, *[links] * has_links, *[at] * has_lines])
     if len(ordered) > _MOST_ROWS:
         lines.append([f"({len(ordered) - _MOST_ROWS} more)"])
     return _align(lines)
@@ -176,6 +178,10 @@ def _describe_grades(profile: Profile) -> str:
         )
     if profile.backward_comm_share is not None:
         text += f"\nbackward: collectives are under way in {profile.backward_comm_share:.0%} of it"
+    for kind in profile.rows[0].by_links:
+        spans = [row.by_links[kind] for row in profile.rows]
+        busy, bare = (_milliseconds(sum(ns) / len(spans)) for ns in zip(*spans, strict=True))
+        text += f"\n{kind}: {busy} ms per step under way, {bare} ms exposed"
     return text
 
 

@@ -13,7 +13,7 @@ from paceline.phrases import name_ranks
 from paceline.profiling.blame import Blame, find_blame
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
-from paceline.profiling.matching import MatchedCollective, Meetings, Waiting, find_meetings
+from paceline.profiling.matching import Key, MatchedCollective, Meetings, Waiting, find_meetings
 from paceline.profiling.trace import (
     BACKWARD,
     HOST,
@@ -23,6 +23,8 @@ from paceline.profiling.trace import (
     TracedStep,
     divide_time,
 )
+
+BETWEEN, WITHIN = "between nodes", "within a node"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Traffic:
         num_bytes: their inputs; `None` if some size is unknown.
         busy_ns: for how long at least one of them was under way in the step.
         at: the user's line; empty if unknown.
+        links: `"between nodes"` or `"within a node"`; empty if all ranks are on one node.
     """
 
     group: str
@@ -44,6 +47,7 @@ class Traffic:
     num_bytes: int | None
     busy_ns: int
     at: str = ""
+    links: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class RankStep:
         backward_comm_ns: of the backward, in which a collective was under way.
         traffic: by group and operation.
         core_ns: in which it could run and had no core.
+        by_links: in which a collective was under way, and exposed, `"between nodes"` and `"within a node"`;
+            empty if all ranks are on one node.
     """
 
     rank: int
@@ -75,6 +81,7 @@ class RankStep:
     backward_comm_ns: int
     traffic: tuple[Traffic, ...]
     core_ns: int = 0
+    by_links: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -197,10 +204,10 @@ def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Pr
             f"{num_unlike} collectives of the same group and number are different operations",
         )
     blames, usual_delay = find_blame(traces, matched, waits, sorted(numbers))
-    rows = []
+    rows, links = [], _find_links(traces, matched)
     for trace in traces:
         chosen = [step for step in trace.steps if step.number in numbers]
-        rows += _measure_steps(trace, chosen, meetings.compute[trace.rank], waits[trace.rank])
+        rows += _measure_steps(trace, chosen, meetings.compute[trace.rank], waits[trace.rank], links)
     return Profile(
         world_size=max(trace.world_size for trace in traces) or len(traces),
         ranks=tuple(trace.rank for trace in traces),
@@ -253,8 +260,24 @@ def contradiction_error(ranks: Sequence[int], reason: str) -> PacelineError:
     )
 
 
+def _find_links(traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]) -> Mapping[Key, str]:
+    """Return the links that collectives use, by their keys; nothing if all ranks are on one node."""
+    hosts = {trace.rank: trace.host for trace in traces}
+    if len(set(hosts.values())) < 2:
+        return {}
+    spans = {
+        next(iter(collective.parts.values())).key: len({hosts[rank] for rank in collective.parts}) > 1
+        for collective in matched
+    }
+    return {key: BETWEEN if is_between else WITHIN for key, is_between in spans.items()}
+
+
 def _measure_steps(
-    trace: RankTrace, steps: Sequence[TracedStep], compute: Coverage, waits: Sequence[Waiting]
+    trace: RankTrace,
+    steps: Sequence[TracedStep],
+    compute: Coverage,
+    waits: Sequence[Waiting],
+    links: Mapping[Key, str],
 ) -> list[RankStep]:
     comm = unite(as_spans((part.issued_ns, part.end_ns) for part in trace.collectives))
     phases = divide_time(trace, as_spans([]))
@@ -262,6 +285,11 @@ def _measure_steps(
     under_way, exposed = Coverage(comm), Coverage(subtract(comm, compute.spans))
     backward = phases.get(BACKWARD, Coverage(as_spans([])))
     outside = Coverage(subtract(comm, backward.spans))
+    by_links = {}
+    for kind in sorted(set(links.values())):
+        parts = [part for part in trace.collectives if links.get(part.key) == kind]
+        spans = unite(as_spans((part.issued_ns, part.end_ns) for part in parts))
+        by_links[kind] = Coverage(spans), Coverage(subtract(spans, compute.spans))
     by_last: dict[int, Coverage] = {}
     for last in {wait.collective.last for wait in waits}:
         spans = unite(as_spans((w.begin_ns, w.end_ns) for w in waits if w.collective.last == last))
@@ -289,21 +317,28 @@ def _measure_steps(
                 },
                 backward_comm_ns=under_way.measure(*window) - outside.measure(*window),
                 traffic=_count_traffic(
-                    step, parts[bisect_left(issues, window[0]) : bisect_left(issues, window[1])]
+                    step, parts[bisect_left(issues, window[0]) : bisect_left(issues, window[1])], links
                 ),
                 core_ns=cores.measure_delay(*window),
+                by_links={
+                    kind: (own.measure(*window), bare.measure(*window))
+                    for kind, (own, bare) in by_links.items()
+                },
             )
         )
     return rows
 
 
-def _count_traffic(step: TracedStep, issued: Sequence[TracedCollective]) -> tuple[Traffic, ...]:
-    kinds: dict[tuple[str, str, str], list[tuple[int, int, int | None]]] = {}
+def _count_traffic(
+    step: TracedStep, issued: Sequence[TracedCollective], links: Mapping[Key, str]
+) -> tuple[Traffic, ...]:
+    kinds: dict[tuple[str, str, str, str], list[tuple[int, int, int | None]]] = {}
     for part in issued:
         own = part.issued_ns, min(part.end_ns, step.end_ns), part.num_bytes
-        kinds.setdefault((part.group, part.operation, part.at), []).append(own)
+        key = part.group, part.operation, part.at, links.get(part.key, "")
+        kinds.setdefault(key, []).append(own)
     found = []
-    for (group, operation, at), parts in sorted(kinds.items()):
+    for (group, operation, at, kind), parts in sorted(kinds.items()):
         sizes = [size for _, _, size in parts]
         known = [size for size in sizes if size is not None]
         busy = unite(as_spans((begin, end) for begin, end, _ in parts))
@@ -315,6 +350,7 @@ def _count_traffic(step: TracedStep, issued: Sequence[TracedCollective]) -> tupl
                 sum(known) if len(known) == len(sizes) else None,
                 measure(busy),
                 at,
+                kind,
             )
         )
     return tuple(found)
