@@ -225,6 +225,11 @@ def test_a_folder_that_may_not_be_written_to_is_refused(
         claim_run_folder(tmp_path / "demo", recipe())
 
 
+def test_a_name_that_no_checkpoint_could_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"names in UTF-8 alone.*PL532"):
+        check_run_folder(tmp_path / os.fsdecode(b"de\xffmo"), recipe())
+
+
 def test_a_full_disk_is_reported_and_the_lock_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

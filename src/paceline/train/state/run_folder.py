@@ -101,10 +101,12 @@ def check_run_folder(folder: Path, recipe: Recipe, accept: Sequence[str] = ()) -
         with (folder / LOCK).open("r", encoding="utf-8") as lock:
             _take_lock(lock, folder)
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    is_utf8 = os.fsencode(folder.absolute()).decode(errors="replace") == str(folder.absolute())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not is_utf8:
+        reason = f"because of {nearest}" if is_utf8 else "because safetensors takes names in UTF-8 alone"
         raise PacelineError(
             "PL532",
-            saw=f"{folder} cannot be made or written to, because of {nearest}.",
+            saw=f"{folder} cannot be made or written to, {reason}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         )
