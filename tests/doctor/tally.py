@@ -325,7 +325,7 @@ FAULTS = (
     Fault("a memory limit below what ranks need", "PL971", "node1", "MiB for", {1: Start(
         setup="mkdir -p $HOME_DIR/cg/memory; echo 268435456 > $HOME_DIR/cg/memory/memory.limit_in_bytes; "
               "echo 268435456 > $HOME_DIR/cg/memory.max; mount --bind $HOME_DIR/cg /sys/fs/cgroup; ")}),
-    Fault("the port held by another program", "PL978|PL983", "port|node0", "held by|turned away|ended|did not answer|came",
+    Fault("the port held by another program", "PL978", "port", "held by process",
           plant=held_port, count=1, words=()),
     Fault("a wrong result of all_reduce", "PL989", "node1", "all_reduce gave wrong numbers",
           {1: Start(site=_WRONG.format("all_reduce"))}, words=()),
@@ -385,7 +385,7 @@ def run_case(fault: Fault, folder: Path) -> Outcome:
                 if process is running[0]:
                     seconds = time.monotonic() - began_s
     table = json.loads(printed[0][0] or "{}")
-    found = table.get("findings", [])
+    found = table.get("findings", []) + [{"where": "command", **each} for each in table.get("errors", [])]
     if fault.count == 1 and "nodes" not in table:
         found = [each for row in table.get("checks", ()) for each in row["findings"]]
     said = " ".join(error.strip() for _, error in printed if "[PL" in error)
