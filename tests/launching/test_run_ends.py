@@ -50,3 +50,5 @@ def test_a_parent_that_blocks_all_signals(tmp_path: Path) -> None:
         job.wait_for("runs as", 60, count=2)
         job.signal(signal.SIGTERM)
         assert job.wait(40) == 75, job.text
+    with Launched(tmp_path, [*words[:-1], "2"]) as job:
+        assert job.wait(60) == 0, job.text

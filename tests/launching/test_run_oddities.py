@@ -55,7 +55,9 @@ def test_several_ctrl_c_at_the_start_end_it_without_a_traceback(tmp_path: Path) 
 
 
 def test_pythoninspect_makes_no_traceback_of_an_exit_code(tmp_path: Path) -> None:
-    for words in (["--nproc-per-node", "x", "train.py"], ["--nonsense"]):
+    (tmp_path / "train.py").write_text("import atexit\natexit.register(print, 'at exit')\n")
+    good = ["--nproc-per-node", "1", str(tmp_path / "train.py")]
+    for words, code in ((["--nproc-per-node", "x", "train.py"], 2), (["--nonsense"], 2), (good, 0)):
         command = [*paceline_run(), *words]
         environ = {**os.environ, "PYTHONINSPECT": "1"}
         done = subprocess.run(
@@ -67,7 +69,8 @@ def test_pythoninspect_makes_no_traceback_of_an_exit_code(tmp_path: Path) -> Non
             timeout=60,
             check=False,
         )
-        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+        assert done.stdout == "at exit\n" * (code == 0)
 
 
 def test_nothing_goes_on_after_a_refused_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import errno
@@ -13,6 +14,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -101,7 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     script, place, prepare = wish.script, wish.place, wish.prepare
     del wish
     run_as_main(script, place, prepare)
-    return 0
+    if sys.flags.inspect:  # as Python ends a script, since `_leave` may not return
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    return _leave(0)
 
 
 def _leave(code: int) -> int:

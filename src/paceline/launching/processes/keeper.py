@@ -65,6 +65,7 @@ class Keeper:
         adopt_orphans()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a parent may have blocked it
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         self._inputs.register(self._connection, selectors.EVENT_READ)
         self._inputs.register(self._wake[0], selectors.EVENT_READ)
