@@ -10,7 +10,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
+from paceline.errors import PacelineError
+
 _LOOPBACK, _LOOPBACK_6 = "127.0.0.1", "::1"
+_PATIENCE_S = 5.0
 
 
 class OneNode(RendezvousHandler):
@@ -56,13 +59,23 @@ class OneNode(RendezvousHandler):
 def _listen() -> socket.socket:
     """Return a socket that listens at the loopback address, of IPv6 on a machine without another."""
     try:
-        return socket.create_server((_LOOPBACK, 0))
+        server = socket.create_server((_LOOPBACK, 0))
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         # gloo would use the address of the other loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6)
+        server = socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6)
+    try:
+        socket.create_connection(server.getsockname()[:2], timeout=_PATIENCE_S).close()
+    except OSError as error:
+        raise PacelineError(
+            "PL344",
+            saw=f"this machine does not reach its own {server.getsockname()[0]}: {error.strerror or error}.",
+            rule="The ranks of a node meet at its loopback.",
+            fix="Bring it up: ip link set lo up. Look for a firewall's rule if it is.",
+        ) from None
+    return server
 
 
 def shares_store() -> bool:

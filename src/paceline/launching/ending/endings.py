@@ -58,6 +58,8 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         self.hint = hint
         self.signal_name = _signal_name(status)
         self.code = "PL330" if trace and self.signal_name is None else "PL331"
+        if self.signal_name == "SIGSEGV" and _DDP_STARTS in trace:
+            self.hint = f"{_DETAIL}\n{hint}".rstrip()
 
     @property
     def headline(self) -> str:
@@ -77,6 +79,10 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
             *([self.hint] if self.hint else []),
         ]
         return "\n".join(parts).rstrip()
+
+
+_DDP_STARTS = "in _ddp_init_helper"
+_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash there with gloo; INFO works."
 
 
 class PumpLost(Exception):  # noqa: N818 (named after the event)
