@@ -67,11 +67,13 @@ def _listen() -> socket.socket:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         server = socket.create_server((_LOOPBACK_6, 0), family=socket.AF_INET6)
     try:
-        socket.create_connection(server.getsockname()[:2], timeout=_PATIENCE_S).close()
+        address, port = server.getsockname()[:2]
+        socket.create_connection((address, port), timeout=_PATIENCE_S).close()
     except OSError as error:
+        server.close()
         raise PacelineError(
             "PL344",
-            saw=f"this machine does not reach its own {server.getsockname()[0]}: {error.strerror or error}.",
+            saw=f"this machine does not reach its own {address}: {error.strerror or error}.",
             rule="The ranks of a node meet at its loopback.",
             fix="Bring it up: ip link set lo up. Look for a firewall's rule if it is.",
         ) from None
