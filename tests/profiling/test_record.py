@@ -26,7 +26,7 @@ from paceline.memory.steps import StepMemory
 from paceline.profiling.advice.all import find_advice
 from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.intervals import clip
-from paceline.profiling.launcher import list_recordings, prepare_folder
+from paceline.profiling.launcher import prepare_folder
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.rank.recording import count_cores
@@ -268,7 +268,6 @@ def test_a_folder_with_traces_is_refused(tmp_path: Path) -> None:
         (["--profile", "{}/t", "--profile-after", "0"], "--profile-after 0."),
         (["--profile", "{}/t", "--profile-steps", "-1"], "--profile-steps -1."),
         (["--profile", "{}/t", "--no-watch"], "a recording with --no-watch"),
-        (["--profile", "{}/t", "--profile-every", "22"], "a recording of 20 steps every 22 steps"),
     ],
 )
 def test_flags_that_do_not_fit(
@@ -336,8 +335,8 @@ def test_flags_of_profile_that_do_not_fit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_recordings_are_repeated(tmp_path: Path) -> None:
-    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2, every=5), StepMemory())
+def test_nothing_of_a_recording_stays(tmp_path: Path) -> None:
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2), StepMemory())
     recorder.install(torch)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -346,12 +345,9 @@ def test_recordings_are_repeated(tmp_path: Path) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     recorder.finish()
-    folders = list_recordings(tmp_path)
-    assert [folder.name for folder in folders] == ["step-00000003", "step-00000008", "step-00000013"]
-    steps = [[step.number for step in read_traces([folder])[0].steps] for folder in folders]
-    assert steps == [[3, 4], [8, 9], [13, 14]]
+    (trace,) = read_traces([tmp_path])
+    assert [step.number for step in trace.steps] == [3, 4]
     assert (len(model._forward_hooks), torch.autograd.backward) == hooks
-    (trace,) = read_traces(folders[:1])
     for step in trace.steps:
         own = {name for name, spans in trace.phases.items() if len(clip(spans, step.begin_ns, step.end_ns))}
         assert own == {FORWARD, BACKWARD, OPTIMIZER}

@@ -79,14 +79,7 @@ def _add_script(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
     script = kinds.add_parser(_SCRIPT, description=_DESCRIPTION)
     script.prog = script.prog.removesuffix(f" {_SCRIPT}")
-    ours = add_run_flags(script)
-    _add_recording_flags(ours)
-    ours.add_argument(
-        "--every",
-        type=int,
-        metavar="N",
-        help="record again each N steps; the report is on the last recording",
-    )
+    _add_recording_flags(add_run_flags(script))
     script.set_defaults(run=run_script)
 
 
@@ -174,7 +167,7 @@ def run_script(args: argparse.Namespace) -> int:
         )
     args.profile = args.out or _find_folder()
     args.profile_after = None if args.first is None else args.first - 2
-    args.profile_steps, args.profile_every = args.steps, args.every
+    args.profile_steps = args.steps
     return run_ranks(args)
 
 

@@ -12,11 +12,8 @@ from typing import Any
 
 from paceline.cli.watching import as_table
 from paceline.errors import PacelineError
-from paceline.phrases import name_some
 
 _AFTER, _STEPS = 5, 20
-# From a recording's begin to the next one's: its steps, the one that passes, and one in which it is written.
-_LEAST_BETWEEN = 3
 
 
 def add_profile_flags(parser: argparse._ActionsContainer) -> None:
@@ -39,9 +36,6 @@ def add_profile_flags(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help=f"optimizer steps to record (default {_STEPS})",
     )
-    parser.add_argument(
-        "--profile-every", type=int, metavar="N", help="record again each N steps; reports on the last one"
-    )
 
 
 def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -51,7 +45,7 @@ def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
         PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL901 without
             msgspec, which the report needs.
     """
-    for name in ("profile_after", "profile_steps", "profile_every"):
+    for name in ("profile_after", "profile_steps"):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         if value and args.profile is None:
             raise _flag_error(f"{flag} {value} without --profile")
@@ -71,17 +65,9 @@ def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
     from paceline.profiling.rank.recorder import RecordSettings
 
     steps = choose_steps(args.profile_steps)
-    every = args.profile_every or 0
-    if every and every < steps + _LEAST_BETWEEN:
-        raise PacelineError(
-            "PL905",
-            saw=f"a recording of {steps} steps every {every} steps.",
-            rule=f"A recording takes {_LEAST_BETWEEN} steps more than it records, to start and to finish.",
-            fix=f"Record at most every {steps + _LEAST_BETWEEN} steps, or fewer steps each time.",
-        )
     import_msgspec()
     folder = prepare_folder(args.profile)
-    return build_request(RecordSettings(str(folder), args.profile_after or _AFTER, steps, every))
+    return build_request(RecordSettings(str(folder), args.profile_after or _AFTER, steps))
 
 
 def choose_steps(number: int | None) -> int:
@@ -151,22 +137,21 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], boo
         PacelineError: PL907 if there is no trace, PL924 if a rank could not record, PL908 if the page cannot
             be written, and as `analyse`.
     """
-    from paceline.profiling.launcher import FAILURES, list_recordings
+    from paceline.profiling.launcher import FAILURES, PATTERN
     from paceline.profiling.rank.recorder import failure_error
 
-    recordings = list_recordings(args.profile)
-    for path in sorted(args.profile.glob(FAILURES)) if not recordings else ():
+    has_traces = any(args.profile.glob(PATTERN))
+    for path in sorted(args.profile.glob(FAILURES)) if not has_traces else ():
         raise failure_error(path.stem.replace("-", " "), path.read_text(encoding="utf-8"))
-    if not recordings:
+    if not has_traces:
         raise PacelineError(
             "PL907",
             saw=f"no rank has recorded a step in {args.profile}.",
             rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
             fix="Lower --profile-after (--from), or let the script run longer.",
         )
-    text, table, has_findings = report_on(recordings[-1:], getattr(args, "html", None))
-    where = name_some([str(folder) for folder in reversed(recordings)])
-    return f"{text}\n\nrecorded: {where}", table, has_findings
+    text, table, has_findings = report_on([args.profile], getattr(args, "html", None))
+    return f"{text}\n\nrecorded: {args.profile}", table, has_findings
 
 
 def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, Any], bool]:

@@ -12,8 +12,6 @@ from paceline.profiling.rank.recorder import RECORD, RecordSettings
 
 PATTERN = "rank-*.json"
 FAILURES = "rank-*.failed"
-# Of recordings that are repeated; see `RecordSettings.every`.
-_FOLDERS = "step-*"
 
 
 def prepare_folder(path: Path) -> Path:
@@ -24,18 +22,12 @@ def prepare_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        found = sorted((*path.glob(PATTERN), *path.glob(FAILURES), *path.glob(_FOLDERS)))
+        found = sorted((*path.glob(PATTERN), *path.glob(FAILURES)))
     except OSError as error:
         raise _folder_error(path, f"cannot be made: {error.strerror}") from None
     if found:
         raise _folder_error(path, f"already has {found[0].name}")
     return path.resolve()
-
-
-def list_recordings(path: Path) -> list[Path]:
-    """Return the folders with traces of the recordings in a folder, in order."""
-    folders = [path, *sorted(path.glob(_FOLDERS))]
-    return [folder for folder in folders if any(folder.glob(PATTERN))]
 
 
 def _folder_error(path: Path, reason: str) -> PacelineError:

@@ -1,8 +1,7 @@
 """Records some steps of a rank by torch's profiler, without any change to its script.
 
 `STEPS` counts the optimizer's steps. After `after` of them the machines' clocks are compared and a
-`Recording` begins; with `every`, another one begins each so many steps. A file appears whole, by one rename,
-also if the script ends or is stopped before.
+`Recording` begins. A file appears whole, by one rename, also if the script ends or is stopped before.
 
 A failure here must not end the script: it is logged, and no trace appears.
 """
@@ -51,16 +50,14 @@ class RecordSettings:
     """The steps to record, and the folder for them.
 
     Attributes:
-        folder: for the file `rank-NNNN.json`; with `every`, for a folder `step-NNNNNNNN` per recording.
+        folder: for the file `rank-NNNN.json`.
         after: optimizer steps before the recording starts, at least 1.
         steps: how many to record, at least 1.
-        every: steps from the begin of a recording to that of the next one; 0 for one recording.
     """
 
     folder: str
     after: int
     steps: int
-    every: int = 0
 
 
 class StepRecorder:
@@ -133,7 +130,7 @@ class StepRecorder:
             if self._number == self._first:
                 self._guard(self._start)
         elif recording.is_complete:
-            self._complete()
+            self.finish()
         elif self._number == self._first + 1:
             self._guard(recording.settle)
         else:
@@ -143,15 +140,7 @@ class StepRecorder:
     def _on_forward(self) -> None:
         """End the recording: not in the last optimizer's step, whose span is open until it returns."""
         if self._recording is not None and self._recording.is_complete:
-            self._complete()
-
-    def _complete(self) -> None:
-        if not self._settings.every:
             self.finish()
-            return
-        self._guard(self._write)
-        self._first = max(self._first + self._settings.every, self._number + 1)
-        self._before.clear()
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -189,10 +178,7 @@ class StepRecorder:
     def _write(self) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        folder = Path(self._settings.folder)
-        if self._settings.every and recording.steps:
-            folder /= f"step-{recording.steps[0][0]:08d}"
-        recording.write(folder, lambda: self._describe(recording.steps))
+        recording.write(Path(self._settings.folder), lambda: self._describe(recording.steps))
 
     def _describe(self, steps: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         """Return clock, cost and machine, as `kineto.Recorded` reads them."""
