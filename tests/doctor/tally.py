@@ -386,7 +386,7 @@ def run_case(fault: Fault, folder: Path) -> Outcome:
                     seconds = time.monotonic() - began_s
     table = json.loads(printed[0][0] or "{}")
     found = table.get("findings", []) + [{"where": "command", **each} for each in table.get("errors", [])]
-    if fault.count == 1 and "nodes" not in table:
+    if "machine" in table:
         found = [each for row in table.get("checks", ()) for each in row["findings"]]
     said = " ".join(error.strip() for _, error in printed if "[PL" in error)
     return Outcome(found, said, seconds)
