@@ -116,8 +116,9 @@ def _judge_names(survey: Survey) -> Iterator[Finding]:
     for number, reply in survey.checked.items():
         own, why = reply.get("announced", ("", ""))
         address = survey.addresses[number]
-        known = [found["code"] for each in reply.get("checked", ()) for found in each["findings"]]
-        if own and "PL976" not in known and _is_loopback(own) and not _is_loopback(address):
+        known = {found["code"] for each in reply.get("checked", ()) for found in each["findings"]}
+        is_known = known & {"PL976", "PL977"}
+        if own and not is_known and _is_loopback(own) and not _is_loopback(address):
             yield Finding(
                 "PL976",
                 survey.names[number],
