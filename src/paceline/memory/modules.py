@@ -57,17 +57,21 @@ class Models:
 
 def find_models(modules: Iterable[Any]) -> Models:
     """Return the models among all live modules, each with the names of its parts."""
-    alive = list(modules)
-    children = {id(child) for module in alive for child in read_fields(module)[2].values()}
-    roots = [_unwrap(module) for module in alive if id(module) not in children]
-    roots = [root for root in roots if type(root).__module__.partition(".")[0] != "torch" or _has_many(root)]
-    roots.sort(key=lambda root: (_is_traced(root), -_count_parameters(root)))
-    found = Models(roots)
-    for number, root in enumerate(roots):
+    found = Models(find_roots(modules))
+    for number, root in enumerate(found.roots):
         # Several models are distinguished by their classes.
         _enter(found, root, type(root).__name__ if number else "")
         found.first = found.first or len(found.parameters)
     return found
+
+
+def find_roots(modules: Iterable[Any]) -> list[Any]:
+    """Return the outermost of all live modules, wrappers taken off, those with most parameters first."""
+    alive = list(modules)
+    children = {id(child) for module in alive for child in read_fields(module)[2].values()}
+    roots = [_unwrap(module) for module in alive if id(module) not in children]
+    roots = [root for root in roots if type(root).__module__.partition(".")[0] != "torch" or _has_many(root)]
+    return sorted(roots, key=lambda root: (_is_traced(root), -_count_parameters(root)))
 
 
 def _is_traced(model: Any) -> bool:

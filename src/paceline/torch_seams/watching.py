@@ -101,12 +101,6 @@ def read_values(sparse: Any) -> Any:
     return sparse._values()
 
 
-def read_module(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own parameters and modules; a module under construction may have none yet."""
-    fields = vars(module)
-    return fields.get("_parameters", {}), fields.get("_modules", {})
-
-
 def find_sharded_module(frame: FrameType | None) -> str:
     """Return the module for whose parameters FSDP calls a collective; empty for other callers.
 

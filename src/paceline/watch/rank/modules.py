@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.torch_seams.watching import read_module, read_values
-
-# Modules that wrap a model without being part of it: DistributedDataParallel, DataParallel, torch.compile.
-_WRAPPED = {"module", "_orig_mod"}
+from paceline.memory.modules import find_roots
+from paceline.torch_seams.saved import is_built, read_fields
+from paceline.torch_seams.watching import read_values
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Named:
     def find(self) -> Any | None:
         """Return the parameter, if it still exists and is trained."""
         module = self._module()
-        found = None if module is None else read_module(module)[0].get(self.name.rpartition(".")[2])
+        found = None if module is None else read_fields(module)[0].get(self.name.rpartition(".")[2])
         return found if found is not None and found.requires_grad else None
 
 
@@ -46,11 +44,11 @@ def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
     Other kinds of tensors (DTensor) are left out, because reading them may take a collective. The result is
     empty if no module holds the parameter.
     """
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-    models = [_unwrap(root) for root in _find_roots(modules, parameter)]
-    if not models:
+    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and is_built(one)]
+    roots = find_roots(modules)
+    model = next((root for root in roots if any(one is parameter for one in root.parameters())), None)
+    if model is None:
         return ()
-    model = max(models, key=lambda model: (not _is_traced(model), sum(1 for _ in model.parameters())))
     plain = (torch.nn.Parameter, torch.Tensor)
     return tuple(
         Named(f"{path}.{own}" if path else own, type(module).__name__, weakref.ref(module))
@@ -58,41 +56,6 @@ def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
         for own, tensor in module.named_parameters(recurse=False)
         if type(tensor) in plain
     )
-
-
-def _find_roots(modules: Iterable[Any], parameter: Any) -> list[Any]:
-    parents: dict[int, list[Any]] = {}
-    here: list[Any] = []
-    for module in modules:
-        parameters, children = read_module(module)
-        if any(own is parameter for own in parameters.values()):
-            here.append(module)
-        for child in children.values():
-            parents.setdefault(id(child), []).append(module)
-    met: set[int] = set()
-    roots = []
-    while here:
-        module = here.pop()
-        if id(module) in met:
-            continue
-        met.add(id(module))
-        if id(module) not in parents:
-            roots.append(module)
-        here += parents.get(id(module), [])
-    return roots
-
-
-def _is_traced(model: Any) -> bool:
-    """Return whether a model is a compiler's trace of another one, with other names."""
-    return any(kind.__name__ == "GraphModule" for kind in type(model).__mro__)
-
-
-def _unwrap(model: Any) -> Any:
-    while True:
-        parameters, children = read_module(model)
-        if len(children) != 1 or parameters or not children.keys() <= _WRAPPED:
-            return model
-        (model,) = children.values()
 
 
 def is_finite(tensor: Any) -> bool:
