@@ -10,7 +10,6 @@ import pytest
 
 from paceline.profiling.analysis import analyse
 from paceline.profiling.blame import SpentTime, divide_wait, find_error, find_excess
-from paceline.profiling.compare import compare
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
 from paceline.profiling.light import divide_loop
@@ -159,21 +158,3 @@ def test_a_rank_that_waits_for_a_core_is_sampled_less_often() -> None:
     for _ in range(50):
         pause = choose_pause(60e-6, round(0.8 * pause * 1e9))
     assert pause == pytest.approx(5 * idle, rel=1e-3)
-
-
-def test_two_profiles_are_compared() -> None:
-    slow, fast = (
-        analyse(simulate(2, 8, late={1: (DATA, late)}, seed=seed)) for seed, late in enumerate((40 * MS, 1))
-    )
-    found = compare(slow, fast)
-    rows = {row.name: row for row in found.rows}
-    assert -41 * MS < rows["step"].after_ns - rows["step"].before_ns < -39 * MS
-    assert rows["step"].low_ns <= rows["step"].after_ns - rows["step"].before_ns <= rows["step"].high_ns
-    assert rows["waiting"].high_ns < 0
-    # The mean over ranks: only one of the two loads longer.
-    assert -21 * MS < rows["data"].after_ns - rows["data"].before_ns < -19 * MS
-    assert not rows["forward"].differs
-    assert not found.is_slower
-    assert compare(fast, slow).is_slower
-    assert found.remarks == ()
-    assert len(compare(slow, replace(fast, world_size=4)).remarks) == 1

@@ -29,7 +29,6 @@ EXAMPLES = {
     "completion": "completion bash",
     "profile": "profile --nproc-per-node 2 train.py",
     "profile read": "profile read profile-1",
-    "profile compare": "profile compare profile-1 profile-2",
     "profile script": "profile --nproc-per-node 2 train.py",
     "lint": "lint train.py",
     "launch": "launch slurm --nodes 2 --time 24:00:00 train.py",

@@ -13,16 +13,11 @@ from paceline.errors import PacelineError
 _DESCRIPTION = """
 Runs any script, unmodified, as `paceline run` does, records some of its optimizer steps, and reports where
 their time goes: computation, communication, how much of it is exposed, who waits for whom, and at which line
-the late rank is. `paceline profile read` reports on traces that exist, `paceline profile compare` on two
-recordings.
+the late rank is. `paceline profile read` reports on traces that exist.
 """
 _READ = """
 Reads traces of torch.profiler, one file per rank, and reports per step: computation, communication, how much
 of it is exposed, who waits for whom, and what the late rank did.
-"""
-_COMPARE = """
-Compares two recordings, for example of before and after a change: step time, phases and communication, each
-with the interval of the difference.
 """
 _SCRIPT = "script"
 # The first step that can be recorded: one must end before, and one passes.
@@ -36,13 +31,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "profile",
         help="find out where the time of a step goes, and who waits",
         description=_DESCRIPTION,
-        usage="%(prog)s [flags] SCRIPT [ARGS] | read TRACE... | compare BEFORE AFTER",
+        usage="%(prog)s [flags] SCRIPT [ARGS] | read TRACE...",
         epilog=f"`paceline profile {_SCRIPT} --help` lists the flags that come before a script.",
     )
     # argparse would put the usage before the names of the commands.
-    kinds = parser.add_subparsers(
-        dest="profile_command", metavar="read | compare", title="commands", prog=parser.prog
-    )
+    kinds = parser.add_subparsers(dest="profile_command", metavar="read", title="commands", prog=parser.prog)
     parser.set_defaults(run=_say_what_to_type)
     read = kinds.add_parser("read", help="report on traces that exist", description=_READ)
     read.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help=_TRACES)
@@ -54,13 +47,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     read.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     read.set_defaults(run=run)
-    compare = kinds.add_parser("compare", help="compare two recordings", description=_COMPARE)
-    compare.add_argument(
-        "before", type=Path, metavar="BEFORE", help="a folder of traces, or the trace of one rank"
-    )
-    compare.add_argument("after", type=Path, metavar="AFTER", help="the other one")
-    compare.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    compare.set_defaults(run=run_comparison)
     _add_script(kinds)
     _accept_scripts(parser, tuple(kinds.choices))
 
@@ -127,26 +113,6 @@ def run(args: argparse.Namespace) -> int:
     text, table, has_findings = report_on(args.traces, args.html)
     print(json.dumps(table) if args.json else text)
     return 1 if has_findings else 0
-
-
-def run_comparison(args: argparse.Namespace) -> int:
-    """Compare two recordings; return 1 if the steps of the second take longer.
-
-    Raises:
-        PacelineError: PL900 to PL904 for traces that cannot be read or compared.
-    """
-    from dataclasses import asdict
-
-    from paceline.cli.profile_report import describe_comparison
-    from paceline.profiling.analysis import analyse
-    from paceline.profiling.compare import compare
-    from paceline.profiling.read import read_traces
-
-    before, after = (analyse(read_traces([path])) for path in (args.before, args.after))
-    comparison = compare(before, after)
-    table = {"rows": [asdict(row) for row in comparison.rows], "remarks": comparison.remarks}
-    print(json.dumps(table) if args.json else describe_comparison(comparison))
-    return 1 if comparison.is_slower else 0
 
 
 def run_script(args: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from paceline.finding import Finding
 from paceline.phrases import name_ranks
 from paceline.profiling.advice.advice import SettingAdvice
 from paceline.profiling.analysis import Profile, RankStep
-from paceline.profiling.compare import ProfileDifference
 from paceline.profiling.judge import describe_phase, describe_place_of, grade_exposed, grade_overlap
 from paceline.profiling.trace import HOST, PHASES
 from paceline.units import format_bytes, format_seconds
@@ -76,29 +75,6 @@ def _describe_cause(profile: Profile) -> str:
         f"{_milliseconds(waiting)} of these are rank {rank} waiting for rank {blame.rank}, which spends "
         f"{_milliseconds(blame.lost_ns)} of them in {describe_phase(blame.phase)}{describe_place_of(blame)}."
     )
-
-
-def describe_comparison(comparison: ProfileDifference) -> str:
-    """Return the table of two profiles and what may not be concluded from it."""
-    lines = [["ms per step", "before", "after", "difference", "95% interval", ""]]
-    for row in comparison.rows:
-        lines.append(
-            [
-                row.name,
-                _milliseconds(row.before_ns),
-                _milliseconds(row.after_ns),
-                _signed(row.after_ns - row.before_ns),
-                f"{_signed(row.low_ns)} to {_signed(row.high_ns)}",
-                "" if row.differs else "not distinguishable",
-            ]
-        )
-    return "\n\n".join(
-        filter(None, [_align(lines), "\n".join(f"note: {line}" for line in comparison.remarks)])
-    )
-
-
-def _signed(ns: float) -> str:
-    return f"{ns / 1e6:+.1f}"
 
 
 def _tabulate_ranks(profile: Profile) -> str:
