@@ -29,7 +29,7 @@ from paceline.watch.rank.threads import Mark, mark_stack
 _NUM_OTHERS = 8
 _MANY_SIZES = 16
 # How many batches are compared at once.
-_NUM_BATCHES = (3, 8, 16, 32, 64)
+_NUM_BATCHES = (3, 16, 32, 64)
 
 
 @dataclass(eq=False)
