@@ -312,6 +312,7 @@ FAULTS = (
           "echo '# changed' >> $HOME_DIR/train.py; mount --bind $HOME_DIR/train.py train.py; ")},
           words=("--no-collectives", "train.py")),
     Fault("another variable", "PL988", "node1", "NCCL_ALGO", {1: Start(environ={"NCCL_ALGO": "Ring"})}),
+    Fault("another number of nodes", "PL988", "node1", "--nnodes: node1 has 4", {1: Start(words=("--nnodes", "4"))}),
     Fault("a tiny /dev/shm", "PL972", "node1", "16.0 MiB", {1: Start(setup=SHM)}),
     Fault("few open files", "PL973", "node1", "256 open files", {1: Start(setup="ulimit -n 256; ")}),
     Fault("a full disk", "PL974", "node1", "No space left", {1: Start(
@@ -395,13 +396,13 @@ def run_case(fault: Fault, folder: Path) -> Outcome:
 def _start(fault: Fault, nodes: Nodes, node: int, folder: Path) -> subprocess.Popen[str]:
     start = fault.starts.get(node, Start())
     own = Path(tempfile.mkdtemp(dir=folder, prefix=f"node{node}-"))
-    words = [sys.executable, "-m", "paceline", "doctor", *fault.words, *start.words]
+    words = [sys.executable, "-m", "paceline", "doctor", *fault.words]
     if fault.count > 1:
         endpoint = start.endpoint or f"{nodes.address(0)}:{PORT}"
         words += ["--nnodes", str(fault.count), "--rdzv-endpoint", endpoint, "--join-timeout", "15"]
     elif fault.name.startswith("the port"):
         words += ["--nnodes", "2", "--rdzv-endpoint", f"{nodes.address(0)}:{PORT}", "--join-timeout", "6"]
-    words += ["--json"] if node == 0 else []
+    words += [*start.words, *(["--json"] if node == 0 else [])]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HOME_DIR": str(own), "RUNS": str(folder / "runs")}
     if start.site:
         (own / "sitecustomize.py").write_text(start.site)

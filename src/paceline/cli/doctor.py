@@ -167,9 +167,10 @@ def _refuse(saw: str, rule: str, fix: str) -> PacelineError:
 
 def _read_facts(args: argparse.Namespace) -> dict[str, str]:
     """Return what this command adds to the values that should be the same everywhere."""
+    facts = {"--nnodes": str(args.nnodes), "--nproc-per-node": str(args.nproc_per_node or "not given")}
     if args.script is None:
-        return {}
-    return {"script": hashlib.sha256(args.script.read_bytes()).hexdigest()[:16]}
+        return facts
+    return {**facts, "script": hashlib.sha256(args.script.read_bytes()).hexdigest()[:16]}
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

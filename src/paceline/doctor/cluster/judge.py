@@ -79,7 +79,7 @@ def find_slow_nodes(speeds: Mapping[int, Mapping[str, float]]) -> list[tuple[int
 def are_busy(speeds: Mapping[int, Mapping[str, float]]) -> bool:
     """Return whether most nodes had to share their cores, as on one busy machine: speeds say nothing then."""
     ran = [rates[RAN] for rates in speeds.values() if RAN in rates]
-    return bool(ran) and (max(ran) if len(ran) == 2 else median(ran)) < _FREE
+    return len(ran) > 1 and (max(ran) if len(ran) == 2 else median(ran)) < _FREE
 
 
 def _judge_presence(survey: Survey) -> Iterator[Finding]:
