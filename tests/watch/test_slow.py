@@ -88,6 +88,13 @@ def test_a_rank_that_is_slower_in_everything_is_reported_so() -> None:
     assert "slower everywhere" in message.fix
 
 
+def test_a_disk_that_does_not_answer_is_the_thing_to_look_at() -> None:
+    write = Frame("/a/paceline/train/metrics.py", 263, "_append")
+    spot = find_spot([at(9, write, MAIN), at(1, *FORWARD)], [[at(10, *FORWARD, waits=True)]], source())
+    message = render(build_message([Slow(0, 0.0, (1,), 0.9, (1,), 10.0)], spot, []))
+    assert "look whether the disk of the run's folder answers" in message
+
+
 def test_nothing_of_the_users_is_no_trouble() -> None:
     spot = find_spot([at(5, library("torch/a.py", "f"))], [[at(5, waits=True)]], source())
     message = render(build_message([Slow(1, 0.0, (0, 2), 0.8, (0, 2), 10.0)], spot, []))

@@ -40,6 +40,8 @@ _FIX_LOADER = (
     "Use more workers for its loader (num_workers, prefetch_factor), faster storage, or samples that cost as "
     "much as those of the other ranks."
 )
+_WRITES = re.compile(r"/paceline/(checkpoint/|train/(metrics|state/))")
+_FIX_DISK = "It writes the run's metrics or checkpoint: look whether the disk of the run's folder answers."
 _FIX_MACHINE = (
     "It is slower everywhere: check its core or device for other processes, limits, clock and "
     "temperature, and whether its samples are larger."
@@ -220,6 +222,8 @@ def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTim
         headline += f"; {time} {they}{_name_spot(spot)}"
     what = f"{spot.words}, {time}{theirs}" if spot.words else f"is {_name_here(spot)} {time}{theirs}"
     fix = _FIX_MACHINE if spot.is_everywhere else _FIX_LOADER if spot.is_loader else _FIX
+    if spot.frames and _WRITES.search(spot.frames[0].file):
+        fix = _FIX_DISK
     places = (SharedPlace(ranks, what, spot.frames), *_place_waits(first, waits))
     return build_verdict("PL820", headline, places, fix=fix)
 
