@@ -230,6 +230,11 @@ def test_what_one_rank_does_is_done_less_often(every: int) -> None:
     assert advice.setting == "every"
     assert HERE in advice.where
     check(advice, before, run(program(10 * every), num_steps=100))
+    # Twice as long while it was recorded: what is promised is of the step that is not.
+    slower = [replace(trace, slowdown=2.0) for trace in before]
+    promised = advise(slower)[advice.code]
+    assert promised.saves_ns == pytest.approx(advice.saves_ns / 2, abs=2)
+    assert promised.step_ns == pytest.approx(advice.step_ns / 2, abs=2)
 
 
 def test_a_healthy_job_is_told_nothing() -> None:

@@ -149,9 +149,13 @@ class RecordedJob:
         return found
 
     def predict(self, saves_ns: float) -> tuple[int, int]:
-        """Return what a setting saves, at most what the step takes, and what the step would take then."""
-        mean_ns = self.profile.mean_step_ns
-        saves = max(0.0, min(saves_ns, mean_ns))
+        """Return what a setting saves, at most what the step takes, and what the step would take then.
+
+        Both are of a step that is not recorded: recording can make a step longer by what the setting saves.
+        """
+        slowdown = max(1.0, self.profile.slowdown or 1.0)
+        mean_ns = self.profile.mean_step_ns / slowdown
+        saves = max(0.0, min(saves_ns / slowdown, mean_ns))
         return round(saves), round(mean_ns - saves)
 
     def is_much(self, saves_ns: float, least: float = LEAST_SAVING) -> bool:
