@@ -20,7 +20,7 @@ from paceline.doctor.cluster.speed import RAN
 from paceline.errors import PacelineError
 
 _HELLO_S = 5.0
-_ANSWER_S = 15.0
+_ANSWER_S, _CHECKS_S = 10.0, 20.0
 _LINK_S = 0.25
 _REPEATS = 2
 _NUM_PINGS = 10
@@ -140,7 +140,7 @@ class Surveyor:
         survey, started_s = self.survey, time.monotonic()
         say("clocks and machines")
         self._read_clocks()
-        survey.checked = self._ask_all(_ANSWER_S, {i: {"do": "checks"} for i in self._alive()})
+        survey.checked = self._ask_all(_CHECKS_S, {i: {"do": "checks"} for i in self._alive()})
         say("which node reaches which")
         self._try_reaching()
         say("links, pair by pair")
