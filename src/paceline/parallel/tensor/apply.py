@@ -48,6 +48,8 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
     modules = dict(model.named_modules())
     along = plan.sequence or Sequence()
     inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
+    for taken in along.whole:  # before the entries' hooks, which see the whole sequence
+        change_input(modules[taken.module], taken.keys, _join_rows(axis))
     for name, sizes in plan.sizes.items():
         inside[name] = {spot: divide_size(dim, axis.size) for spot, dim in sizes.items()}
     for entry in plan.entries:
@@ -70,6 +72,8 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
             _add_up_lookups(module, axis, change)
         else:
             change_output(module, change)
+    for name in dict.fromkeys(taken.module for taken in along.whole):
+        change_output(modules[name], _take_rows(axis))
     for name, changes in inside.items():
         listed = {
             site: [changes.get(CallSite(site, number)) for number in range(count)]

@@ -249,6 +249,18 @@ class Flow:
             for use in self._uses[number]
         )
 
+    def find_used_elsewhere(self, names: set[str], ops: set[int]) -> str | None:
+        """Return one of some parameters that is also used outside of these operations, and not with parts."""
+        sources = {number for number, name in self._trace.names.items() if name in names}
+        for number, learned in self.learned.items():
+            if number in self._computed or not learned & sources:
+                continue
+            outside = [use for use in self._uses[number] if use not in ops and not self.mixes(use)]
+            made = {output for use in outside for output in self._trace.ops[use].outputs}
+            if number in self.ends or made & self._computed:
+                return self._trace.names[min(learned & sources)]
+        return None
+
     def _find_exits(self) -> dict[int, Exit]:
         found: dict[int, Exit] = {}
         for number in sorted(self.lookups):
@@ -339,12 +351,22 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
     return is_torchs and forward is kind.forward and "forward" not in module.__dict__
 
 
+def _share_list(one: str, other: str) -> bool:
+    return one.rpartition(".")[0] == other.rpartition(".")[0]
+
+
 def find_runs(calls: Iterable[ModuleCall]) -> list[list[ModuleCall]]:
-    """Return the runs of consecutive blocks in which each takes the output of the one before."""
+    """Return the runs of consecutive blocks in which each takes the output of the one before.
+
+    What a decoder's first block gets from the encoder's last one beside its own input does not join them.
+    """
     runs: list[list[ModuleCall]] = []
     for call in calls:
         last = runs[-1][-1] if runs else None
-        if last is not None and last.outputs and last.outputs[0] in call.inputs.values():
+        taken = list(call.inputs.values())
+        if last is not None and not _share_list(last.module, call.module):
+            taken = taken[:1]
+        if last is not None and last.outputs and last.outputs[0] in taken:
             runs[-1].append(call)
         else:
             runs.append([call])

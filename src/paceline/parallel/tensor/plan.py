@@ -40,7 +40,14 @@ from paceline.parallel.tensor.backward import BackwardCheck
 from paceline.parallel.tensor.calls import CallSite, Site
 from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
-from paceline.parallel.tensor.sequence import DIM, Sequence, mismatch_error, plan_sequence, rehearse
+from paceline.parallel.tensor.sequence import (
+    DIM,
+    Sequence,
+    collapse,
+    mismatch_error,
+    plan_sequence,
+    rehearse,
+)
 from paceline.parallel.tensor.sizes import SIZED, change_size
 from paceline.parallel.tensor.trace import Detour, Trace, TracedOp, trace_forward
 
@@ -97,17 +104,20 @@ class SplitPlan:
         grouped: dict[tuple[str, str], int] = defaultdict(int)
         for name, split in self.splits.items():
             packed = f", {split.outer} packed" if split.outer > 1 else ""
-            grouped[(_collapse(name), f"dimension {split.dim}{packed}")] += 1
+            grouped[(collapse(name), f"dimension {split.dim}{packed}")] += 1
         for (name, how), count in grouped.items():
             lines.append(f"  {name} ({count}): {how}" if count > 1 else f"  {name}: {how}")
         reasons: dict[tuple[str, str], int] = defaultdict(int)
         for name, reason in self.whole.items():
-            reasons[(_collapse(name), reason)] += 1
-        for stretch in self.sequence.stretches if self.sequence else []:
+            reasons[(collapse(name), reason)] += 1
+        along = self.sequence or Sequence()
+        for stretch in along.stretches:
             lines.append(f"  split along the sequence: from {stretch.first} to {stretch.last}")
+        for name in dict.fromkeys(collapse(taken.module) for taken in along.whole):
+            lines.append(f"  whole sequence on every rank: {name}")
         own: dict[str, int] = defaultdict(int)
         for name in dict.fromkeys(leaving.module for leaving in self.exits if leaving.spot is not None):
-            own[_collapse(name) or "the model"] += 1
+            own[collapse(name) or "the model"] += 1
         for name, count in own.items():
             lines.append(f"  summed inside its own forward: {name}{f' ({count})' if count > 1 else ''}")
         for (name, reason), count in reasons.items():
@@ -156,7 +166,7 @@ def find_plan(
         planner.give_up(*mismatch)
     plan = planner.build()
     if not plan.splits:
-        reasons = "; ".join(dict.fromkeys(f"{_collapse(n)}: {why}" for n, why in plan.whole.items()))
+        reasons = "; ".join(dict.fromkeys(f"{collapse(n)}: {why}" for n, why in plan.whole.items()))
         raise PacelineError(
             "PL461",
             saw=f"tp={num_ranks} for {type(model).__name__}, in which nothing can be split. {reasons[:600]}",
@@ -379,7 +389,7 @@ class _Planner:
                 expected = list(self.trace.shapes[whole])
                 if whole in splits:
                     expected[splits[whole].dim] //= self.num_ranks
-                if sequence is not None and whole in sequence.stream:
+                if sequence is not None and (at, whole) in sequence.stream:
                     # [batch, length, ...], or both in one dimension
                     expected[min(DIM, len(expected) - 1) if len(expected) > 2 else 0] //= self.num_ranks
                 if tuple(expected) != parts.shapes[part]:
@@ -430,11 +440,15 @@ class _Planner:
     def plan_sequence(self) -> Sequence:
         assert self._flow is not None
         blocks = [name for name, _ in find_blocks(self.model) if name]
-        plan = plan_sequence(self.trace, self._flow, self.modules, blocks, self.num_ranks)
-        mismatch = self._first_mismatch(plan)
-        if mismatch is not None:
-            raise mismatch_error(mismatch[1])
-        return plan
+        failed: dict[int, str] = {}
+        while True:
+            plan = plan_sequence(self.trace, self._flow, self.modules, blocks, self.num_ranks, failed)
+            mismatch = self._first_mismatch(plan)
+            if mismatch is None:
+                return plan
+            if mismatch[0] in failed:
+                raise mismatch_error(mismatch[1])
+            failed[mismatch[0]] = mismatch[1]
 
     def _reason(self, number: int) -> str:
         reasons = [atom.pinned for _, _, atom in self.atoms[number] if atom.pinned]
@@ -503,7 +517,3 @@ def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Modu
                     rule="A split must agree with the modules that use its result.",
                     fix="Leave it out of tp_plan, or replicate it.",
                 )
-
-
-def _collapse(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -6,7 +6,9 @@ sequence; an exit sums and scatters it (Korthikanti et al. 2022, "Reducing Activ
 Transformer Models", section 4.2.2). The bytes sent are those of the all-reduces that they replace.
 
 Outside of entries and exits, operations must treat every position of the sequence by itself. That is checked
-operation by operation in the trace. An operation that is not known to do so is refused by name.
+operation by operation in the trace. Around an operation that is not known to do so (a router, a scan,
+attention that tp does not split), the smallest module whose inputs and output are the stream runs on the
+whole sequence, on every rank. If there is none, the operation is refused by name.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ class Sequence:
         exits: the plan's exits that scatter.
         partial: whole parameters that see a part of the sequence, and so have a part of their gradient.
         draws: keys of dropouts that see a part.
-        stream: numbers of the tensors in the trace that are cut along the sequence.
+        stream: what is cut along the sequence, as (operation, its output): writes in place keep the number.
+        whole: inputs of the modules inside of stretches that run on the whole sequence. Their first output is
+            cut.
+        ops: operations on parts of the sequence.
     """
 
     stretches: list[SequenceStretch] = field(default_factory=list)
@@ -59,11 +64,18 @@ class Sequence:
     exits: set[Exit] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     draws: set[str] = field(default_factory=set)
-    stream: set[int] = field(default_factory=set)
+    stream: set[tuple[int, int]] = field(default_factory=set)
+    whole: list[CutBoundary] = field(default_factory=list)
+    ops: set[int] = field(default_factory=set)
 
 
 def plan_sequence(
-    trace: Trace, flow: Flow, modules: Mapping[str, nn.Module], blocks: list[str], num_ranks: int
+    trace: Trace,
+    flow: Flow,
+    modules: Mapping[str, nn.Module],
+    blocks: list[str],
+    num_ranks: int,
+    failed: Mapping[int, str],
 ) -> Sequence:
     """Find the stretches of a model and check them.
 
@@ -73,6 +85,7 @@ def plan_sequence(
         modules: by full name.
         blocks: names of the repeated blocks.
         num_ranks: degree of tp.
+        failed: operations that do not work on a part of the sequence, with the reason.
 
     Raises:
         PacelineError: PL464 if the sequence cannot be cut.
@@ -82,10 +95,10 @@ def plan_sequence(
     if len(calls) != sum(call.module in set(blocks) for call in trace.calls):
         raise _refuse("a block is called more than once in a forward")
     for stretch in find_runs(calls[name] for name in blocks if name in calls):
-        _read_stretch(trace, flow, modules, stretch, num_ranks, plan)
-    for tensor, how in trace.leaving.items():
-        if tensor in plan.stream:
-            raise _refuse(f"a part of the sequence leaves the model: {how}")
+        _read_stretch(trace, flow, modules, stretch, num_ranks, plan, failed)
+    tied = flow.find_used_elsewhere(plan.partial, plan.ops)
+    if tied is not None:
+        raise _refuse(f"{tied} is used with a part of the sequence and with the whole one")
     if not plan.stretches or not plan.entries:
         raise _refuse("no blocks were found that pass on a tensor and are split by tp")
     return plan
@@ -98,26 +111,45 @@ def _read_stretch(
     calls: list[ModuleCall],
     num_ranks: int,
     plan: Sequence,
+    failed: Mapping[int, str],
 ) -> None:
     first, last = calls[0], calls[-1]
     keys = tuple(first.inputs) if len(first.inputs) == 1 else _stream_keys(calls)
     if not keys or not last.outputs:
         raise _refuse(f"{first.module} does not take one tensor and return one")
-    stream = {first.inputs[keys[0]]}
-    shape = trace.shapes[first.inputs[keys[0]]]
+    taken = first.inputs[keys[0]]
+    shape = trace.shapes[taken]
     if len(shape) != 3 or shape[DIM] % num_ranks:
         shown = "x".join(map(str, shape))
         raise _refuse(
             f"{first.module} takes {shown}, whose dimension {DIM} is not divisible by {num_ranks} ranks"
         )
     inside = [n for call in calls for n in range(call.first, call.last)]
-    walk = _Walk(trace, flow, modules, shape, stream, plan)
-    for number in inside:
-        walk.pass_op(number)
-    if last.outputs[0] not in stream:
+    kinds: set[str] = set()
+    while True:
+        walk = _Walk(trace, flow, modules, shape, {taken}, failed, kinds)
+        try:
+            for number in inside:
+                walk.pass_op(number)
+            break
+        except PacelineError:
+            found = walk.find_whole(number, calls)
+            if found is None or found in kinds:
+                raise
+            kinds.add(found)
+    if last.outputs[0] not in walk.stream:
         raise _refuse(f"{last.module} does not return the tensor that passed through it")
+    for tensor, how in trace.leaving.items():
+        if tensor in walk.stream - {taken}:
+            raise _refuse(f"a part of the sequence leaves the model: {how}")
     plan.stretches.append(SequenceStretch(first.module, keys, last.module))
-    plan.draws |= {key for key, number in trace.drawn.items() if number in stream}
+    for name in ("entries", "exits", "partial", "stream", "ops"):
+        getattr(plan, name).update(getattr(walk.plan, name))
+    plan.whole += walk.plan.whole
+    inner = tuple(f"{taken.module}{end}" for taken in plan.whole for end in "./")
+    plan.draws |= {
+        key for key, number in trace.drawn.items() if number in walk.stream and not key.startswith(inner)
+    }
 
 
 def _stream_keys(calls: list[ModuleCall]) -> tuple[int | str, ...]:
@@ -128,11 +160,12 @@ def _stream_keys(calls: list[ModuleCall]) -> tuple[int | str, ...]:
 
 
 class _Walk:
-    """A walk that follows the stream through a stretch, and adds what it finds to the plan.
+    """A walk that follows the stream through a stretch.
 
     Attributes:
         stream: numbers of the tensors that are cut along the sequence when they are used, and of the sums
             that are scattered into them.
+        plan: what was found.
     """
 
     def __init__(
@@ -142,12 +175,15 @@ class _Walk:
         modules: Mapping[str, nn.Module],
         shape: tuple[int, ...],
         stream: set[int],
-        plan: Sequence,
+        failed: Mapping[int, str],
+        kinds: set[str],
     ) -> None:
         self.stream = stream
-        self._trace, self._flow, self._modules = trace, flow, modules
+        self.plan = Sequence()
+        self._trace, self._flow, self._modules, self._failed = trace, flow, modules, failed
+        self._kinds, self._until = kinds, 0
         self._calls = {(call.module, call.spot): call for call in trace.written}
-        self._shape, self._plan = shape, plan
+        self._shape = shape
         # Operations up to the one where a sum is scattered.
         self._unscattered: set[int] = set()
         for leaving in flow.exits:
@@ -162,11 +198,19 @@ class _Walk:
 
     def pass_op(self, number: int) -> None:
         op = self._trace.ops[number]
+        if number < self._until:
+            return
+        for call in self._trace.calls if self._kinds else ():
+            if call.first == number and collapse(call.module) in self._kinds and self._can_gather(call):
+                self._gather_around(call)
+                return
+        if number in self._failed:
+            raise _refuse(self._failed[number])
         taken = self.stream.intersection(op.inputs)
         for tensor in list(taken):
             entry = self._gathered_at(tensor, number)
             if entry is not None:
-                self._plan.entries.add(entry)
+                self.plan.entries.add(entry)
                 taken.discard(tensor)
         if number in self._flow.sums:
             self._leave(number, op)
@@ -175,10 +219,11 @@ class _Walk:
                 f"{op.name} in {op.module or 'the model'} reads divided activations that it cannot gather"
             )
         elif taken:
+            self.plan.ops.add(number)
             _check_op(self._trace, op, taken, self._shape)
             self.stream.update(op.outputs)
             if number not in self._unscattered:
-                self._plan.stream.update(op.outputs)
+                self.plan.stream.update((number, tensor) for tensor in op.outputs)
             for tensor in set(op.inputs) - self.stream:
                 if self._flow.needs_gradient(tensor):
                     # Each rank would have an addend of its gradient.
@@ -187,7 +232,37 @@ class _Walk:
                         "whole tensor that depends on parameters"
                     )
                 names = self._trace.names
-                self._plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
+                self.plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
+
+    def find_whole(self, number: int, blocks: list[ModuleCall]) -> str | None:
+        """Return the kind of the smallest module around an operation that can run on the whole sequence."""
+        outer = {call.module for call in blocks}
+        around = [c for c in self._trace.calls if c.first <= number < c.last and c.module not in outer]
+        inside = [c for c in around if any(b.first <= c.first and c.last <= b.last for b in blocks)]
+        able = [c for c in sorted(inside, key=lambda c: c.last - c.first) if self._can_gather(c)]
+        return collapse(able[0].module) if able else None
+
+    def _can_gather(self, call: ModuleCall) -> bool:
+        ops = self._trace.ops[call.first : call.last]
+        made = {tensor for op in ops for tensor in op.outputs}
+        read = (self.stream - made).intersection(tensor for op in ops for tensor in op.inputs)
+        ends = [*read, *call.outputs[:1]]
+        return (
+            sum(other.module == call.module for other in self._trace.calls) == 1
+            and bool(read)
+            and read <= set(call.inputs.values())
+            and bool(made.intersection(call.outputs[:1]))
+            and all(self._trace.shapes[tensor][: DIM + 1] == self._shape[: DIM + 1] for tensor in ends)
+            and all(len(self._trace.shapes[tensor]) > DIM + 1 for tensor in ends)
+            and not any(end.module == call.module and not end.keys for end in self._flow.entries)
+        )
+
+    def _gather_around(self, call: ModuleCall) -> None:
+        for tensor in self.stream.intersection(call.inputs.values()):
+            keys = tuple(key for key, number in call.inputs.items() if number == tensor)
+            self.plan.whole.append(CutBoundary(call.module, keys))
+        self.stream.add(call.outputs[0])
+        self._until = call.last
 
     def _gathered_at(self, tensor: int, number: int) -> CutBoundary | None:
         """Return the entry through which an operation gets a tensor, or `None`."""
@@ -203,15 +278,16 @@ class _Walk:
         """Record a sum, which is part of the stream again once it is scattered."""
         leaving = self._flow.exit_of[number]
         self.stream.update(op.outputs)
-        self._plan.exits.add(leaving)
+        self.plan.exits.add(leaving)
+        self.plan.ops.add(number)
         if leaving.spot is not None:
             if len(self._trace.shapes[self._calls[(leaving.module, leaving.spot)].outputs[0]]) < 3:
                 raise _refuse(f"{op.module or 'the model'} sums over ranks after flattening its activations")
             if len(op.inputs) == 3:
                 names = self._trace.names
-                self._plan.partial |= {names[n] for n in self._flow.learned.get(op.inputs[0], ())}
+                self.plan.partial |= {names[n] for n in self._flow.learned.get(op.inputs[0], ())}
         elif getattr(self._modules[op.module], "bias", None) is not None:
-            self._plan.partial.add(f"{op.module}.bias")
+            self.plan.partial.add(f"{op.module}.bias")
 
 
 def _check_op(trace: Trace, op: TracedOp, taken: set[int], shape: tuple[int, ...]) -> None:
@@ -225,6 +301,11 @@ def _check_op(trace: Trace, op: TracedOp, taken: set[int], shape: tuple[int, ...
             raise _refuse(f"{where} may combine several positions of the sequence")
 
 
+def collapse(name: str) -> str:
+    """Return a module's name without the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
     """Return detours that do what the hooks of a plan will do, on one rank and with shapes only."""
 
@@ -236,6 +317,8 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
 
     return [
         *(Detour(stretch.first, stretch.keys, take) for stretch in plan.stretches),
+        *(Detour(taken.module, taken.keys, gather) for taken in plan.whole),
+        *(Detour(name, (), take) for name in dict.fromkeys(taken.module for taken in plan.whole)),
         *(Detour(e.module, e.keys, gather, number=e.number) for e in plan.entries),
         *(Detour(leaving.module, (), take, leaving.spot) for leaving in plan.exits),
         *(Detour(stretch.last, (), gather) for stretch in plan.stretches),
@@ -251,7 +334,7 @@ def _refuse(saw: str) -> PacelineError:
     return PacelineError(
         "PL464",
         saw=f"sequence=true: {saw}.",
-        rule="Outside of what tp splits, blocks must pass on one tensor [batch, length, width] and treat "
-        "every position of it independently.",
+        rule="Blocks must pass on one tensor [batch, length, width]. What combines its positions must stand "
+        "in a module of the block that takes and returns this tensor.",
         fix="Leave sequence out.",
     )
