@@ -351,3 +351,29 @@ def test_a_schedule_in_the_inner_loop() -> None:
                 square(model(batch[0]), batch).backward()
                 optimizer.param_groups[0]["lr"] *= 0.9  # as a schedule's step does
         assert caught.value.code == "PL649"
+
+
+def mix_with_plain_tensors(world: Any, softly: bool) -> Any:
+    torch.manual_seed(0)
+    model, target = nn.Linear(6, 2), nn.Linear(6, 2)
+    loop = paceline.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), layout="dp_shard=2")
+    with torch.no_grad():
+        try:
+            for mine, trained in zip(target.parameters(), model.parameters(), strict=True):
+                mine.lerp_(trained, 0.1) if softly else mine.copy_(trained)
+        except RuntimeError as error:
+            world.error = error
+    try:
+        loop.close()
+    except PacelineError as error:
+        return error.code, str(error)
+    finally:
+        world.error = None
+
+
+@pytest.mark.parametrize("softly", [True, False])
+def test_a_plain_target_network_beside_shards_is_named(ranks: Pool, softly: bool) -> None:
+    for code, text in ranks.run(mix_with_plain_tensors, 2, (softly,)):
+        assert code == "PL435"
+        assert "test_loop_refusals.py" in text
+        assert "target network" in text

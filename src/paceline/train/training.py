@@ -19,6 +19,7 @@ from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Trial
 from paceline.parallel.order import Settings
+from paceline.parallel.shard.shards import refuse_mixed
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments
@@ -446,6 +447,7 @@ class Training(TrainedModels):
             update.close()
         self._saver.close(self.step_number)
         self._records.close()
+        refuse_mixed(self.world.error)
 
     def add_data_wait(self, seconds: float) -> None:
         """Add time that the loop waited for data to the next step's metrics."""

@@ -262,7 +262,9 @@ class Shards:
             if _UNUSED in str(error):
                 raise gradient_error(f"{type(error).__name__}: {first_line(error)}") from error
             if _MIXED in str(error):
-                raise _outside_error(error) from error
+                frames = (frame for frame, _ in walk_tb(error.__traceback__))
+                is_called = any(frame.f_locals.get("self") is self._model for frame in frames)
+                raise _outside_error(error, is_called=is_called) from error
             raise
 
     def backward(self, loss: Tensor) -> float:
@@ -405,14 +407,40 @@ def _whole_error() -> PacelineError:
     )
 
 
-def _outside_error(error: Exception) -> PacelineError:
-    frames = [(each.f_code, line) for each, line in walk_tb(error.__traceback__)]
-    own = [describe_place(c.co_filename, line, c.co_name) for c, line in frames if is_own(c.co_filename)]
+def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:
+    if not is_called:
+        return PacelineError(
+            "PL435",
+            saw=f"{_find_own_line(error) or 'forward='} calls parts of the model, not the model.",
+            rule="Under dp_shard, parameters that belong to no block are gathered when the model is called.",
+            fix="Call the model in forward=: move this code into its forward, or into a module around it.",
+        )
     return PacelineError(
         "PL435",
-        saw=f"{own[-1] if own else 'the forward'} uses a parameter of a block outside of the block's call.",
+        saw=f"{_find_own_line(error) or 'the forward'} uses a parameter of a block outside of the block's "
+        "call.",
         rule="Under dp_shard the parameters of a block are gathered when the block is called. Other uses are "
         "found in the first step, if it reads the parameter as an attribute of its module.",
         fix="Do the work in the block's forward, or use the parameter in every forward in the same way, or "
         "use dp_shard=1.",
     )
+
+
+def refuse_mixed(error: BaseException | None) -> None:
+    """Raise PL435 for an error of torch between a shard and a plain tensor, outside of a forward."""
+    if not isinstance(error, RuntimeError) or _MIXED not in str(error):
+        return
+    raise PacelineError(
+        "PL435",
+        saw=f"{_find_own_line(error) or 'the script'} combines a parameter with a plain tensor of yours.",
+        rule="Under dp_shard each rank has a part of every parameter, and a plain tensor is whole.",
+        fix="Put a target network into the module that is trained, so that both are divided alike; for an "
+        "average of weights use paceline.Average(model, 0.999); for whole values call whole_state() on every "
+        "rank.",
+    ) from error
+
+
+def _find_own_line(error: BaseException) -> str | None:
+    frames = [(each.f_code, line) for each, line in walk_tb(error.__traceback__)]
+    own = [describe_place(c.co_filename, line, c.co_name) for c, line in frames if is_own(c.co_filename)]
+    return own[-1] if own else None
