@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.parallel.flops import FlopCounter
-from paceline.parallel.results import list_held
+from paceline.parallel.results import leaves_as_found, list_held
 from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
 from paceline.torch_seams.fake import FakeTensorMode, RunFake
-from paceline.torch_seams.modules import NormBase, list_forward_hooks, own_buffers
+from paceline.torch_seams.modules import NormBase, own_buffers
 from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_flatten, tree_map_only
 
@@ -65,12 +65,14 @@ class Result:
         spec: the containers around the leaves.
         leaves: in order.
         end: the segment after the call.
+        begin: of a module, the segment when it is called.
     """
 
     function: str
     spec: Any
     leaves: tuple[Leaf, ...]
     end: int
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class ForwardRecord:
     buffer_users: dict[str, set[int]] = field(default_factory=dict)
 
 
+@leaves_as_found
 def record_forward(
     model: nn.Module,
     blocks: Collection[str],
@@ -149,7 +152,7 @@ def record_forward(
         PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
     """
     recorder = _Recorder(model, blocks, device)
-    with _kept_attributes(model), _kept_buffers(model, recorder), FlopCounter() as counter:
+    with _refusing_kept(model, recorder), FlopCounter() as counter:
         recorder.count = counter.get_total_flops
         with recorder.following(), RunFake():  # type: ignore[no-untyped-call]
             output = run()
@@ -261,11 +264,11 @@ class _Recorder(Walker):
     def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         inputs = list_tensors((args, kwargs))
         self._keep += inputs
-        path = self.path
+        path, begin = self.path, self.segment
         output = call(*args, **kwargs)
         self._keep += list_tensors(output)
         self._outputs[path] = {id(tensor) for tensor in list_tensors(output)}
-        self._record.modules[path] = self._describe("", output, inputs, self.segment)
+        self._record.modules[path] = replace(self._describe("", output, inputs, self.segment), begin=begin)
         leaves, _ = tree_flatten(output)
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             self._record.opened.add(path)  # it returns an object that may hold anything
@@ -388,52 +391,24 @@ def _writes(name: str, kwargs: Any) -> bool:
 
 
 @contextmanager
-def _kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that puts tensors into attributes of modules; restore what it changed.
-
-    A first forward may add hooks, and an attribute that says so (transformers, to collect the scores of
-    routers). If only the attribute were restored, the next forward would add the hooks once more.
-    """
-    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
-    hooks = [(found, set(found)) for _, module, _ in before for found in list_forward_hooks(module)]
-    try:
-        yield
-        for name, module, attributes in before:
-            for key, value in vars(module).items():
-                if key == "forward" or attributes.get(key) is value or key.startswith("_"):
-                    continue
-                if list_tensors(value):
-                    raise _kept_error(name, key)
-    finally:
-        for found, kept in hooks:
-            for key in set(found) - kept:
-                del found[key]
-        for _, module, attributes in before:
-            for key in [key for key in vars(module) if key not in attributes]:
-                del module.__dict__[key]
-            module.__dict__.update(attributes)
-
-
-@contextmanager
-def _kept_buffers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Restore the buffers that a forward has changed, and refuse tensors without numbers in their places."""
-    owners = [(name, own_buffers(module)) for name, module in model.named_modules()]
-    saved = [(b, None if b is None or b.is_meta else b.clone()) for _, own in owners for b in own.values()]
-    kept = [dict(own) for _, own in owners]
-    try:
-        yield
-        for (name, own), before in zip(owners, kept, strict=True):
-            for key, buffer in own.items():
-                if buffer is None or buffer is before.get(key):
-                    continue
-                if not recorder.note_replaced(f"{name}.{key}".removeprefix("."), buffer):
-                    raise _kept_error(name, key)
-    finally:
-        for (_, own), before in zip(owners, kept, strict=True):
-            own.update(before)
-        for buffer, value in saved:
-            if buffer is not None and value is not None:
-                buffer.data.copy_(value)
+def _refusing_kept(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Refuse a forward that puts tensors into attributes of modules, or without numbers into buffers."""
+    before = [
+        (name, module, dict(vars(module)), dict(own_buffers(module)))
+        for name, module in model.named_modules()
+    ]
+    yield
+    for name, module, attributes, buffers in before:
+        for key, value in vars(module).items():
+            if key == "forward" or attributes.get(key) is value or key.startswith("_"):
+                continue
+            if list_tensors(value):
+                raise _kept_error(name, key)
+        for key, buffer in own_buffers(module).items():
+            if buffer is None or buffer is buffers.get(key):
+                continue
+            if not recorder.note_replaced(f"{name}.{key}".removeprefix("."), buffer):
+                raise _kept_error(name, key)
 
 
 def _decision_error(module: str, name: str) -> PacelineError:

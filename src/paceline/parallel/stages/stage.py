@@ -112,6 +112,10 @@ class _StageRun(Walker):
         result = self._record.modules.get(path)
         if result is None:
             raise _path_error(f"{name or 'the model'} is called where the trial forward did not call it")
+        if self.segment != result.begin:
+            raise _path_error(
+                f"{name or 'the model'} is called after {self.segment} blocks, not {result.begin}"
+            )
         is_open = path in self._record.opened
         if (
             self.segment < self._first

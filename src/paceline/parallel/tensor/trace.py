@@ -26,7 +26,7 @@ from paceline.errors import PacelineError
 from paceline.own_code import describe_place
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.objective import Trial
-from paceline.parallel.results import list_held
+from paceline.parallel.results import leaves_as_found, list_held
 from paceline.parallel.tensor.calls import (
     ATTENDING,
     SUMMED,
@@ -203,6 +203,7 @@ class Trace:
         return {number for op in self.ops if not op.is_outside for number in op.outputs}
 
 
+@leaves_as_found
 def trace_forward(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
