@@ -70,6 +70,23 @@ class Sparse(nn.Module):
         self.register_buffer("graph", torch.eye(4).to_sparse())
 
 
+class Scratch(nn.Module):
+    """Keeps a cache that each forward fills, and angles that the first one makes; neither is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.register_buffer("cache", torch.zeros(8, 8, 8), persistent=False)
+        self.register_buffer("angles", None, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        if self.angles is None:
+            self.angles = torch.arange(8.0).cos().to(x)
+        self.cache[: len(x)] = x.detach()
+        return self.head(x * self.angles)
+
+
 def make(step: int) -> dict[str, Tensor]:
     return {"ids": torch.randint(0, 32, (8, 8), generator=torch.Generator().manual_seed(step))}
 
@@ -99,6 +116,20 @@ def test_buffers_of_every_type_are_compared(ranks: Pool) -> None:
     verified = verify_subject(subject, layouts, run=PoolRunner(ranks))
     assert verified.ok, list(map(str, verified.findings))
     assert sum("mask" in key for key in verified.tolerances) == 3 * 2 * len(TYPES)
+
+
+def test_scratch_is_no_difference(ranks: Pool) -> None:
+    subject = UserSubject(
+        model_fn=Scratch,
+        batch_fn=make,
+        loss=measure,
+        forward=run,
+        optimizer=build_default_optimizer,
+        **TWO_STEPS,
+    )
+    layouts = [resolve_layout(each) for each in ("dp_replicate=2", "dp_shard=2")]
+    verified = verify_subject(subject, layouts, run=PoolRunner(ranks))
+    assert verified.ok, list(map(str, verified.findings))
 
 
 def test_a_difference_in_a_bool_tensor_is_located(ranks: Pool) -> None:

@@ -144,7 +144,8 @@ class Comparer:
         # Optimizer state that does not have its parameter's shape (a count of steps) is whole on every rank.
         if not holds(self._trainer, owner):
             return whole.reshape(-1)[:0]
-        shape = self._reference.tensor(key_of(0, "initial", owner)).shape
+        key = key_of(0, "initial", owner)  # which a buffer that the first forward makes has not
+        shape = self._reference.tensor(key).shape if key in self._reference.keys else whole.shape
         return take_part(self._trainer, owner, whole) if whole.shape == shape else whole
 
     def _allow(self, noise: Noise) -> float:

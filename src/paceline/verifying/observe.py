@@ -28,13 +28,15 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
     """Yield this rank's parts of all parameters and buffers: (kind, full name, tensor).
 
     Tied parameters are yielded under each of their names, so that copies that drift apart are detected.
-    Buffers that are not saved are included.
+    Buffers that are not saved are left out: they may be scratch, such as a cache that each forward fills. One
+    that matters shows in the outputs.
     """
     for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
         if holds(trainer, name):
             yield "weight", name, take_local(parameter)
+    saved = trainer.model.state_dict(keep_vars=True).keys()
     for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
-        if holds(trainer, name):
+        if name in saved and holds(trainer, name):
             yield "buffer", name, take_local(buffer)
 
 
