@@ -107,6 +107,74 @@ class AcrossSamples(nn.Module):
         return x + self.out(y.reshape(length, samples, -1)).transpose(0, 1)
 
 
+class NormedQueries(CausalAttention):
+    """A norm over all heads keeps attention whole under tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(table.text.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        parts = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.norm(q), k, v))
+        y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class InPlaceLayer(Layer):
+    """Writes sums into the tensors that its parts return."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mixer(self.norm_1(x))
+        y += x
+        return self.feed(self.norm_2(y)).add_(y)
+
+
+class KeepsAngles(CausalAttention):
+    """Keeps a table that its first forward makes; a trial must not leave one without numbers."""
+
+    angles: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.angles is None:
+            self.angles = torch.outer(torch.arange(x.shape[1]), torch.arange(x.shape[2])).cos().to(x)
+        return super().forward(x * self.angles)
+
+
+class DepthByData(Decoder):
+    """Leaves its last layer out for some batches."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers[: 1 + int(ids[0, 0]) % 2]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def build_tied_norms() -> nn.Module:
+    """The last norm is one of a block, which sees a part of each sequence where the last one sees all."""
+    model = FAMILIES["RetNet"].build()
+    model.norm = model.layers[0].norm_1
+    return model
+
+
+def build_collecting() -> nn.Module:
+    model = build_decoder(FeedForward)
+    for layer in model.layers:
+        layer.mixer.out.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
+    return model
+
+
+def call_collecting(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    COLLECTED.clear()
+    return model(batch["ids"])
+
+
+def score_collected(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    loss, count = score_tokens(logits, batch)
+    return loss + sum(each.abs().mean() for each in COLLECTED) * count, count
+
+
 COLLECTED: list[torch.Tensor] = []
 
 
@@ -142,17 +210,35 @@ OTHERS["across samples"] = Family(
     lambda: build_chain(AcrossSamples(), FeedForward()), make_text, score_tokens, call("ids")
 )
 OTHERS["hooked experts"] = Family(build_hooked_mixture, make_text, score_tokens, call("ids"))
+OTHERS["tied norms"] = Family(build_tied_norms, make_text, score_tokens, call("ids"))
+OTHERS["collected"] = Family(build_collecting, make_text, score_collected, call_collecting)
+MORE["normed queries"] = Family(
+    lambda: Decoder([InPlaceLayer(NormedQueries(), FeedForward()) for _ in range(2)]),
+    *(make_text, score_tokens, call("ids")),
+)
+MORE["angles"] = Family(
+    lambda: Decoder([Layer(KeepsAngles(), FeedForward()) for _ in range(2)]),
+    *(make_text, score_tokens, call("ids")),
+)
+OTHERS["depth by data"] = Family(
+    lambda: DepthByData([Layer(CausalAttention(), FeedForward()) for _ in range(2)]),
+    *(make_text, score_tokens, call("ids")),
+)
+BY_SEQUENCE = ("minGRU", "Mamba by hand", "RetNet", "LoRA, merged", "Mixtral, index_add_", "normed queries")
 CASES = [
+    *((name, "tp=2 sequence=true") for name in BY_SEQUENCE),
+    *(("depth by data", layout) for layout in ("dp_replicate=2", "dp_shard=2")),
     *(("prompt tuning", layout) for layout in ("tp=2", "pp=2", "cp=2")),
     *(("shared expert", layout) for layout in ("tp=2", "pp=2", "cp=2")),
-    *((name, layout) for name in MORE for layout in ("tp=2", "pp=2")),
+    *((name, layout) for name in MORE for layout in ("tp=2", "pp=2") if (name, layout) != ("angles", "pp=2")),
     *((name, "dp_shard=2") for name in ("DiT", "memory network", "RevNet")),
     *((name, "pp=2") for name in ("two towers", "VAE", "MobileNet", "GRU seq2seq, attention", "neural ODE")),
 ]
 REFUSED = [
     *(("feedback", "pp=2", "PL483"), ("buffer, replaced", "pp=2", "PL484")),
     *(("across samples", "tp=2", "PL451"), ("hooked experts", "ep=2", "PL657")),
-    ("DiT", "tp=2 sequence=true", "PL464"),
+    *(("angles", "pp=2", "PL484"), ("depth by data", "pp=2", "PL482")),
+    *((name, "tp=2 sequence=true", "PL464") for name in ("DiT", "tied norms", "collected")),
     *(
         ("DLRM, sparse tables", layout, "PL425")
         for layout in ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2")

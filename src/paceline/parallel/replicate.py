@@ -29,11 +29,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +45,6 @@ from paceline.mesh import Axis
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.sums.buckets import BucketSums, complete_future
 from paceline.torch_seams.modules import hide_from_ddp
-from paceline.torch_seams.tensors import read_version
 
 # How far the result of a hook may be from the mean in norm and factor: compression rounds.
 _SLACK = 0.1
@@ -77,11 +78,6 @@ def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
     for parameter in parameters:
         zero = _Reach.apply(zero, parameter, value)  # type: ignore[no-untyped-call]
     return zero
-
-
-def _read_version(parameter: Tensor) -> int:
-    """Return a number that changes when backward adds to a parameter's gradient."""
-    return -1 if parameter.grad is None else read_version(parameter.grad)
 
 
 class LossModule(nn.Module):
@@ -169,6 +165,11 @@ class Replica:
         self.trained = self._loss_module.trained
         # With a search for unused parameters DDP completes buckets itself.
         self._completes = not settings.find_unused_parameters
+        self._reached: set[int] = set()
+        self._nodes = [get_gradient_edge(p).node for p in self.trained] if self._completes else []
+        for place, node in enumerate(self._nodes):
+            # Not the versions of gradients: those in one bucket of DDP share a version.
+            node.register_hook(partial(self._note_reached, place))
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
         self._is_showing = False
@@ -225,32 +226,35 @@ class Replica:
             The seconds that it waited for communication after the last gradient.
         """
         self.left_out = []
-        before = [_read_version(p) for p in self.trained] if self._completes else []
-        return self._reduce(loss, before_last_bucket, before)
+        self._reached.clear()
+        return self._reduce(loss, before_last_bucket, completes=self._completes)
 
     def send(self, before_last_bucket: Callable[[], None] | None = None) -> float:
         """Sum the gradients over ranks as they are; arguments and result as for `backward`."""
         self.left_out = [p for p in self.trained if p.grad is None]
-        return self._reduce(_zero_loss(self.trained, -0.0), before_last_bucket, [])
+        return self._reduce(_zero_loss(self.trained, -0.0), before_last_bucket, completes=False)
 
     def _reduce(
-        self, loss: Tensor, before_last_bucket: Callable[[], None] | None, before: list[int]
+        self, loss: Tensor, before_last_bucket: Callable[[], None] | None, *, completes: bool
     ) -> float:
         self._last_launch_s, self.last_bucket_launched = 0.0, False
         self._before_last_bucket = before_last_bucket
         self._ddp(loss).backward()
         if self._hook_factor is not None and abs(self._hook_factor - 1) > _SLACK:
             raise _not_mean_error(self._hook_factor, self.num_ranks)
-        if before and not self.last_bucket_launched:
-            self._complete(before)
+        if completes and not self.last_bucket_launched:
+            self._complete()
         self._before_last_bucket = None
         if not self._last_launch_s or loss.is_cuda:
             return 0.0
         return time.perf_counter() - self._last_launch_s
 
-    def _complete(self, before: list[int]) -> None:
+    def _note_reached(self, place: int, *_: Any) -> None:
+        self._reached.add(place)
+
+    def _complete(self) -> None:
         """Add zero gradients for the parameters that backward has left out, because DDP waits for them."""
-        missing = [p for p, old in zip(self.trained, before, strict=True) if _read_version(p) == old]
+        missing = [p for place, p in enumerate(self.trained) if place not in self._reached]
         self.left_out = [p for p in missing if p.grad is None]
         if missing:
             _zero_loss(missing, -0.0).backward()  # type: ignore[no-untyped-call]
