@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from benchmarks.foreign_models.families.text import CausalAttention, Decoder, Fe
 from benchmarks.foreign_models.families.training import build, make_batches, train_laid_out, train_plainly
 from paceline import Trainer
 from paceline.errors import PacelineError
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, RankError
 
 
 class MaskedMixture(nn.Module):
@@ -237,7 +238,7 @@ CASES = [
 REFUSED = [
     *(("feedback", "pp=2", "PL483"), ("buffer, replaced", "pp=2", "PL484")),
     *(("across samples", "tp=2", "PL451"), ("hooked experts", "ep=2", "PL657")),
-    *(("angles", "pp=2", "PL484"), ("depth by data", "pp=2", "PL482")),
+    ("angles", "pp=2", "PL484"),
     *((name, "tp=2 sequence=true", "PL464") for name in ("DiT", "tied norms", "collected")),
     *(
         ("DLRM, sparse tables", layout, "PL425")
@@ -246,13 +247,15 @@ REFUSED = [
 ]
 
 
-def train_all(world: Any, cases: list[tuple[str, str]]) -> list[Any]:
+def train_all(world: Any, cases: list[tuple[str, str]], catches: bool = True) -> list[Any]:
     FAMILIES.update({**MORE, **OTHERS})
     found: list[Any] = []
     for name, layout in cases:
         try:
             found.append(train_laid_out(world, name, layout))
         except PacelineError as error:
+            if not catches:
+                raise
             found.append(error.code)
     return found
 
@@ -265,6 +268,15 @@ def test_numbers_are_those_of_a_plain_loop(ranks: Pool) -> None:
         for (name, layout), each in zip(CASES, found, strict=True)
     }
     assert all(isinstance(each, float) and each < TOLERANCE for each in worst.values()), worst
+
+
+def test_a_block_that_is_left_out_by_data_is_refused_under_pp(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(train_all, 2, ([("depth by data", "pp=2")], False), timeout_s=20)
+    [error, *_] = caught.value.causes.values()
+    assert isinstance(error, PacelineError)
+    assert error.code == "PL482"
+    assert "blocks, not" in str(error)
 
 
 def test_what_is_not_the_same_is_refused(ranks: Pool) -> None:

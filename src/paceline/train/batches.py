@@ -37,7 +37,8 @@ def count_samples(batch: Any) -> int:
         "PL409",
         saw=f"a batch of type {type(batch).__name__} without a tensor that has a first dimension.",
         rule="Samples are counted along the first dimension of the first tensor.",
-        fix="Make the batch a tensor, or a dict or tuple of tensors, with samples along dimension 0.",
+        fix="Make the batch a tensor, or a dict or tuple of tensors, with samples along dimension 0. For two "
+        "data sets in one step, make one loader of a data set of pairs.",
     )
 
 
