@@ -18,6 +18,7 @@ from paceline.profiling.trace import (
     BACKWARD,
     HOST,
     PHASES,
+    TRANSFERS,
     RankTrace,
     TracedCollective,
     TracedStep,
@@ -367,7 +368,10 @@ def _count_unmatched(
         steps = [step for step in trace.steps if step.number in numbers]
         begin, end = steps[0].begin_ns, steps[-1].end_ns
         count += sum(
-            part.key not in keys and begin <= part.issued_ns and part.end_ns <= end
+            part.key not in keys
+            and part.operation not in TRANSFERS
+            and begin <= part.issued_ns
+            and part.end_ns <= end
             for part in trace.collectives
         )
     return count

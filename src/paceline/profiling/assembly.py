@@ -8,7 +8,6 @@ group and number of each collective. In other files they follow from the order o
 from __future__ import annotations
 
 import itertools
-import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from paceline.profiling.trace import (
     FORWARD,
     OPTIMIZER,
     READING,
+    TRANSFERS,
     UNSCHEDULED,
     CodePlace,
     RankTrace,
@@ -37,7 +37,6 @@ from paceline.profiling.trace import (
 )
 from paceline.torch_seams.flight import name_operation
 
-_TRANSFERS = ("send", "recv")
 _UNMATCHED = "unmatched"
 _LATE_NS = 100_000
 # The class of torch's iterators of loaders with num_workers=0, in the names of their annotations.
@@ -311,7 +310,7 @@ def _list_kernels(file: TraceFile, rank: int) -> tuple[tuple[TracedCollective, .
         if not isinstance(operation, str) or not isinstance(group, str):
             operation, group, sequence = file.names[i].partition("(")[0], "", _name_unmatched(rank)
             remarks.append("NCCL's kernels of this torch do not name their group: ranks are not compared.")
-        elif operation.lower() in _TRANSFERS:
+        elif operation.lower() in TRANSFERS:
             sequence = _name_unmatched(rank)
         # Only a number on one rank: that rank's transfers are matched with nobody's.
         counts[group, sequence] += 1
@@ -332,7 +331,7 @@ def _list_spans(
     """Return gloo's spans, which have no group, with the calls that issued them as far as both agree."""
     indices = np.flatnonzero(file.kinds == EventKind.COLLECTIVE)
     indices = indices[np.argsort(file.begins_ns[indices], kind="stable")].tolist()
-    is_transfer = [file.names[i].rpartition(":")[2] in _TRANSFERS for i in indices]
+    is_transfer = [file.names[i].rpartition(":")[2] in TRANSFERS for i in indices]
     transfers = [i for i, moves in zip(indices, is_transfer, strict=True) if moves]
     others = [i for i, moves in zip(indices, is_transfer, strict=True) if not moves]
     known, remarks = _join_calls(file, others), []
@@ -343,7 +342,19 @@ def _list_spans(
         if len(set(file.groups)) > 1:
             remarks.append("gloo's spans have no group: with several groups, ranks are not compared.")
             known = [TracedCollective(*_unmatched(p, rank, i), p.num_bytes) for i, p in enumerate(known)]
-    known += _list_transfers(file, rank, transfers, steps)
+    # Sends and receives of two ranks are matched with nobody's, as on CUDA.
+    known += [
+        TracedCollective(
+            _name(file.names[i]),
+            "",
+            _name_unmatched(rank),
+            -1 - i,
+            int(file.begins_ns[i]),
+            int(file.ends_ns[i]),
+            _measure_input(file, i),
+        )
+        for i in transfers
+    ]
     known.sort(key=lambda part: part.issued_ns)
     return tuple(_separate_remade(known)), remarks
 
@@ -449,49 +460,6 @@ def _number_in_steps(
     return found
 
 
-def _list_transfers(
-    file: TraceFile, rank: int, indices: Sequence[int], steps: Sequence[TracedStep]
-) -> list[TracedCollective]:
-    """Return sends and receives; those with an unknown peer are not matched."""
-    known = _find_peers(file, rank, indices)
-    found, counts = [], Counter[tuple[str, str, int]]()
-    for place, i in enumerate(indices):
-        operation, begin, end = _name(file.names[i]), int(file.begins_ns[i]), int(file.ends_ns[i])
-        group, sequence, size = known[place] or (
-            "",
-            f"{_name_unmatched(rank)}, {place}",
-            _measure_input(file, i),
-        )
-        step = _find_step(steps, begin)
-        counts[group, sequence, step] += 1
-        number = step * 1_000_000 + counts[group, sequence, step]
-        found.append(TracedCollective(operation, group, sequence, number, begin, end, size))
-    return found
-
-
-def _find_peers(
-    file: TraceFile, rank: int, indices: Sequence[int]
-) -> list[tuple[str, str, int | None] | None]:
-    """Return group, direction and bytes of each transfer, `None` where the peer is unknown."""
-    recorded = [] if file.recorded is None else file.recorded.transfers
-    names = [_name(file.names[i]) for i in indices]
-    if recorded and [operation for _, _, _, operation, _ in recorded] == names:
-        return [(group, direction, size) for _, group, direction, _, size in recorded]
-    calls = [i for i in np.flatnonzero(file.kinds == EventKind.CALL).tolist() if _is_transfer(file.names[i])]
-    calls.sort(key=lambda i: int(file.begins_ns[i]))
-    whole = tuple(range(file.world_size))
-    # A peer is a number within a group, which the call does not name.
-    is_one_group = all(ranks in (whole, (rank,)) for ranks in file.groups) and bool(file.groups)
-    found: list[tuple[str, str, int | None] | None] = []
-    for place, (i, name) in enumerate(zip(indices, names, strict=True)):
-        peer = 1 - rank if file.world_size == 2 else None
-        if peer is None and is_one_group and len(calls) == len(indices):
-            peer = _find_peer(file, calls[place])
-        direction = f"{rank}>{peer}" if name == "send" else f"{peer}>{rank}"
-        found.append(None if peer is None else ("", direction, _measure_input(file, i)))
-    return found
-
-
 def _find_step(steps: Sequence[TracedStep], instant_ns: int) -> int:
     """Return the number of the step that contains an instant, or of the step before it."""
     place = bisect_right(steps, instant_ns, key=lambda step: step.begin_ns)
@@ -500,14 +468,6 @@ def _find_step(steps: Sequence[TracedStep], instant_ns: int) -> int:
 
 def _is_transfer(name: str) -> bool:
     return name.startswith(("c10d::send", "c10d::recv"))
-
-
-def _find_peer(file: TraceFile, index: int) -> int | None:
-    """Return the peer of a call of send or receive: its third argument, if shapes were recorded."""
-    inputs = decode_arguments(file.arguments[index]).get("Concrete Inputs")
-    if isinstance(inputs, list) and len(inputs) > 2 and re.fullmatch(r"\d{1,6}", str(inputs[2])):
-        return int(inputs[2])
-    return None
 
 
 def _measure_input(file: TraceFile, index: int) -> int | None:

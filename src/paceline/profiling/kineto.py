@@ -64,7 +64,6 @@ class Recorded:
     Attributes:
         steps: number, begin and end of each.
         calls: of collectives, in order of issue: instant, group, number, operation and bytes of input.
-        transfers: sends and receives in order of issue: instant, group, direction, operation and bytes.
         clock_ahead_ns: how far the rank's clock was ahead of the first rank's.
         clock_error_ns: how far that may be off.
         slowdown: how much longer a step took while it was recorded.
@@ -84,7 +83,6 @@ class Recorded:
 
     steps: list[tuple[int, int, int]]
     calls: list[tuple[int, str, int, str, int]]
-    transfers: list[tuple[int, str, str, str, int]] = field(default_factory=list)
     clock_ahead_ns: int = 0
     clock_error_ns: int = 0
     slowdown: float | None = None

@@ -22,6 +22,8 @@ PHASES = (COLLECTION, READING, DATA, OPTIMIZER, BACKWARD, FORWARD)
 
 UNSCHEDULED: NDArray[np.int64] = np.empty((0, 3), dtype=np.int64)
 
+# Between two ranks: matched with nobody's.
+TRANSFERS = ("send", "recv")
 # Operations that no rank leaves before all ranks of the group have entered.
 MEETINGS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 
@@ -33,7 +35,7 @@ class TracedCollective:
     Attributes:
         operation: such as `all_reduce`.
         group: the group's name.
-        sequence: empty for collectives; for transfers the direction, such as `0>1`, in global ranks.
+        sequence: empty for collectives; another name for what is not matched, such as sends and receives.
         number: in that sequence of the group; the same on all of its ranks.
         issued_ns: the rank's arrival. On CPU it is the call, as threads may begin later; on CUDA, where the
             host runs ahead, the begin of the kernel.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.torch_seams.watching import find_group_class, find_world
+from paceline.torch_seams.watching import find_world
 
 _C10D = "torch._C._distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
@@ -172,29 +172,6 @@ def load_annotations(torch: Any) -> None:
         pass
 
 
-def note_transfers(note: Callable[[str, str, int, int], None]) -> Callable[[], None]:
-    """Call `note` before each send and receive of this process; return the function that ends this.
-
-    Args:
-        note: takes `send` or `recv`, the group's name, the global rank of the peer and the bytes.
-    """
-    groups = find_group_class()
-    if groups is None:
-        return lambda: None
-    wrapped = {name: _wrap_transfer(name, getattr(groups, name), note) for name in ("send", "recv")}
-    # As they stand in the class: what `getattr` returns would not bind again.
-    originals = {name: vars(groups)[name] for name in wrapped if name in vars(groups)}
-    for name in originals:
-        setattr(groups, name, wrapped[name])
-
-    def remove() -> None:
-        for name, original in originals.items():
-            if vars(groups)[name] is wrapped[name]:
-                setattr(groups, name, original)
-
-    return remove
-
-
 def list_members() -> dict[str, list[int]]:
     """Return the global ranks of this process's groups, by the groups' names; empty if torch lacks them."""
     found: dict[str, list[int]] = {}
@@ -204,17 +181,3 @@ def list_members() -> dict[str, list[int]]:
         for group, numbers in list(world.pg_group_ranks.items()):
             found[world.pg_names[group]] = sorted(numbers)
     return found
-
-
-def _wrap_transfer(name: str, original: Any, note: Callable[[str, str, int, int], None]) -> Any:
-    @functools.wraps(original)
-    def transfer(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # whatever torch has changed, the script goes on
-            world = find_world()
-            assert world is not None
-            members = {number: rank for rank, number in world.pg_group_ranks[group].items()}
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            note(name, world.pg_names[group], members[peer], num_bytes)
-        return original(group, tensors, peer, *args, **kwargs)
-
-    return transfer

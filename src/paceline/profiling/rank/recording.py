@@ -29,7 +29,6 @@ from paceline.torch_seams.profiling import (
     build_profiler,
     is_profiling,
     list_members,
-    note_transfers,
     start_light,
     start_profiler,
 )
@@ -58,7 +57,6 @@ class Recording:
         self._torch = torch
         self._rank = rank
         self._asked = self._num_steps = num_steps
-        self._transfers: list[tuple[int, str, str, str, int]] = []
         self.steps: list[tuple[int, int, int]] = []
         self._cpu_begin_ns = self._cpu_ns = 0
         self._profiler = build_profiler(torch, has_shapes=True)
@@ -67,7 +65,6 @@ class Recording:
             self._profiler = build_profiler(torch)
             start_profiler(self._profiler)
         self._loop = LoopTimes(torch, on_forward, self._sampler.note_scheduling)
-        self._forget_transfers = note_transfers(self._note_transfer)
         self._began_ns = time.time_ns()
 
     @property
@@ -125,7 +122,6 @@ class Recording:
     def _remove(self) -> None:
         self._sampler.end()
         self._loop.remove()
-        self._forget_transfers()
 
     def _read_calls(self) -> list[FlightEntry]:
         """Return the collectives of this recording in order of issue, without sends and receives."""
@@ -142,10 +138,6 @@ class Recording:
             )
         return f"The recording is partial, with {len(self.steps)} of {self._asked} steps: {reason}."
 
-    def _note_transfer(self, operation: str, group: str, peer: int, num_bytes: int) -> None:
-        direction = f"{self._rank}>{peer}" if operation == "send" else f"{peer}>{self._rank}"
-        self._transfers.append((time.time_ns(), group, direction, operation, num_bytes))
-
     def _describe(self) -> dict[str, Any]:
         """Return the table that `kineto.Recorded` reads."""
         calls = self._read_calls()
@@ -159,7 +151,6 @@ class Recording:
                 for call in calls
             ],
             "call_places": [_find_place(call, places) for call in calls],
-            "transfers": self._transfers,
             "samples": self._sampler.samples,
             "collections": self._sampler.collections,
             "places": places,
