@@ -173,10 +173,7 @@ class Evaluator:
         parts = [self.eval(part) for part in node.values]
         if all(part.is_known for part in parts):
             return Value(const="".join(str(part.const) for part in parts), taint=mix(parts))
-        # The pieces tell which path it is, though not how it is spelled.
-        value = unknown(mix(parts))
-        value.attrs["#pieces"] = tuple(part.const if part.is_known else part for part in parts)
-        return value
+        return unknown(mix(parts))
 
     def _eval_formattedvalue(self, node: ast.FormattedValue) -> Value:
         value = self.eval(node.value)

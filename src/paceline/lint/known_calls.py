@@ -70,7 +70,7 @@ def call_new_group(c: KnownCall) -> Value:
             members = tuple(item.const for item in items)
     local = c.kwargs.get("use_local_synchronization")
     if local is None or (local.is_known and not local.const):
-        c.run.emit("coll", c.node, op=c.name, via="group", members=members)
+        c.run.emit("coll", c.node, op=c.name, via="group")
     return make(c.run, "group", c.node, members=members)
 
 
@@ -168,7 +168,7 @@ def call_dataset(c: KnownCall) -> Value:
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
-    return c.tell("optimizer", value, optimizer=value, params=params)
+    return c.tell("optimizer", value, optimizer=value)
 
 
 @known("sched.*")
@@ -213,13 +213,12 @@ def call_device(c: KnownCall) -> Value:
     word = methods.device_word(device)
     if index is not None:
         word = "own"
-    return Value("device", taint=device.taint, ref=word, attrs={"#index": index or device})
+    return Value("device", taint=device.taint, ref=word)
 
 
 @known("torch.manual_seed torch.random.manual_seed")
 def call_seed(c: KnownCall) -> Value:
     c.run.seed = mix(c.values)
-    c.run.emit("seed", c.node, taint=c.run.seed)
     return unknown(Taint.NONE)
 
 
@@ -450,11 +449,9 @@ def call_progress(c: KnownCall) -> Value:
 
 @known("os.path.join pathlib.Path")
 def call_path(c: KnownCall) -> Value:
-    value = unknown(mix(c.args))
-    value.attrs["#pieces"] = tuple(arg.const if arg.is_known else arg for arg in c.args)
     if all(arg.is_known for arg in c.args) and c.args:
-        return Value(const="/".join(str(arg.const) for arg in c.args), taint=value.taint)
-    return value
+        return Value(const="/".join(str(arg.const) for arg in c.args), taint=mix(c.args))
+    return unknown(mix(c.args))
 
 
 _SIMPLE: dict[str, Handler] = {

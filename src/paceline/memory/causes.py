@@ -27,7 +27,7 @@ _ALONE = 1.3
 
 def find_cause(account: Account) -> Cause:
     """Return what filled the memory: something that should not be there, else the largest part."""
-    state = account.get("parameters", "gradients", "optimizer", "buffers", "gathered", "buckets")
+    state = account.get("parameters", "gradients", "optimizer", "buffers", "gathered")
     activations = account.get("activations")
     variable = sum(size for kind, size in account.kinds.items() if kind != "base")
     if account.get("kept graphs") > _LEAK * variable:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from paceline.memory.account import Account, Kind
 
-_STATE: tuple[Kind, ...] = ("parameters", "buffers", "gathered", "buckets")
+_STATE: tuple[Kind, ...] = ("parameters", "buffers", "gathered")
 _LEAST_REACHED = 0.02
 # A sharded module is whole in several copies: gathered, as parameters, and as gradients that are reduced.
 _COPIES, _MOST_COPIES = 4, 6

@@ -95,7 +95,7 @@ def _size(account: Account, kind: str) -> str:
 
 
 def _count_state(account: Account) -> int:
-    return account.get("parameters", "gradients", "optimizer", "buffers", "gathered", "buckets")
+    return account.get("parameters", "gradients", "optimizer", "buffers", "gathered")
 
 
 def name_module(module: ModuleMemory) -> str:

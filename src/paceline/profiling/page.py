@@ -8,8 +8,8 @@ from html import escape
 import numpy as np
 
 from paceline.profiling.analysis import Profile
-from paceline.profiling.intervals import Coverage, Spans, as_spans, clip, intersect, subtract, unite
-from paceline.profiling.matching import Waiting, find_waits, match_collectives
+from paceline.profiling.intervals import Spans, as_spans, clip, intersect, subtract, unite
+from paceline.profiling.matching import Waiting, find_meetings
 from paceline.profiling.trace import PHASES, RankTrace, divide_time
 
 _WIDTH, _LEFT, _LANE, _GAP, _HEAD = 1200, 70, 14, 12, 48
@@ -45,9 +45,7 @@ def draw_page(traces: Sequence[RankTrace], profile: Profile, report: str) -> str
         profile: the numbers.
         report: the text below the pictures.
     """
-    matched, _ = match_collectives(traces)
-    compute = {trace.rank: Coverage(trace.compute) for trace in traces}
-    waits = find_waits(matched, compute, {trace.rank: trace.clock_error_ns for trace in traces})
+    waits = find_meetings(traces).waits
     parts = []
     steps = {"median": profile.median_step, "longest": profile.worst_step}
     for word, step in steps.items():

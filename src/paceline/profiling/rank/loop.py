@@ -1,4 +1,4 @@
-"""Notes when the training loop is in forward, in backward, collecting garbage, or waiting for a collective.
+"""Notes when the training loop is in forward, in backward, or waiting for a collective.
 
 Times are noted by hooks without torch's profiler, whose annotations would cost more. Hooks on every module
 would cost several microseconds each, so those that see all modules stay for one step only, which is not
@@ -11,7 +11,6 @@ recorded copies them too, and they then do nothing.
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import time
 import weakref
@@ -19,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.profiling.rank.sampler import LEAST_GENERATION
 from paceline.torch_seams.profiling import allow_global_hooks, describe_reducer, note_searches, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
@@ -53,7 +51,7 @@ class LoopTimes:
         on_change: called where a backward begins, and where it has computed everything.
 
     Attributes:
-        forwards, backwards, collections: begin and end of each.
+        forwards, backwards: begin and end of each.
         waits: of the loop in Python for a collective, and the end of a backward, in which DDP waits.
         searches: in which DDP prepared a backward, and looked for unused parameters if it was to.
         names: of the modules in the outermost ones, by id.
@@ -67,12 +65,11 @@ class LoopTimes:
         self._thread = threading.get_ident()
         self._depth = 0
         self._is_backward = False
-        self._began_ns = self._collection_ns = self._computed_ns = 0
+        self._began_ns = self._computed_ns = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self.names: dict[int, str] = {}
         self.forwards: list[Span] = []
         self.backwards: list[Span] = []
-        self.collections: list[Span] = []
         self.waits: list[Span] = []
         self.searches: list[Span] = []
         modules = torch.nn.modules.module
@@ -87,7 +84,6 @@ class LoopTimes:
             setattr(torch.autograd, name, self._wrap(original))
         self._forget_waits = note_waits(self._note_wait)
         self._forget_searches = note_searches(self._note_search)
-        gc.callbacks.append(self._collect)
         _current = self
 
     def keep_outermost(self) -> None:
@@ -127,8 +123,6 @@ class LoopTimes:
                 setattr(self._torch.autograd, name, original)
         self._forget_waits()
         self._forget_searches()
-        with suppress(ValueError):
-            gc.callbacks.remove(self._collect)
 
     def enter(self) -> None:
         """Begin a forward of an outermost module."""
@@ -211,12 +205,3 @@ class LoopTimes:
     def _note_search(self, began_ns: int, ended_ns: int) -> None:
         if threading.get_ident() == self._thread:
             self.searches.append((began_ns, ended_ns))
-
-    def _collect(self, moment: str, info: dict[str, int]) -> None:
-        if info["generation"] < LEAST_GENERATION or threading.get_ident() != self._thread:
-            return
-        if moment == "start":
-            self._collection_ns = time.time_ns()
-        elif self._collection_ns:
-            self.collections.append((self._collection_ns, time.time_ns()))
-            self._collection_ns = 0

@@ -158,7 +158,7 @@ class Recording:
             "loop": {
                 "forward": self._loop.forwards,
                 "backward": self._loop.backwards,
-                "garbage collection": self._loop.collections,
+                "garbage collection": [(begin, end) for begin, end, _ in self._sampler.collections],
                 WAITING: self._loop.waits,
                 SEARCHING: self._loop.searches,
             },

@@ -29,8 +29,8 @@ _LEAST_S = 0.005
 # recorded steps with and without samples).
 _SHARE = 0.003
 _MANY_FRAMES = 200
-LEAST_GENERATION = 1
-"""Collections of younger objects take some 10 us, and would fill the recording."""
+# Collections of younger objects take some 10 us, and would fill the recording.
+_LEAST_GENERATION = 1
 # Stacks inside of this package that are not a recipe's code.
 _RECORDING = f"{PACKAGE}/profiling/", f"{PACKAGE}/torch_seams/"
 
@@ -133,7 +133,7 @@ class LineSampler:
             self.samples.append((now_ns, self._places.setdefault(key, len(self._places))))
 
     def _collect(self, moment: str, info: dict[str, int]) -> None:
-        if info["generation"] < LEAST_GENERATION or threading.get_ident() != self._watched:
+        if info["generation"] < _LEAST_GENERATION or threading.get_ident() != self._watched:
             return
         if moment == "start":
             self._collecting = None
