@@ -96,16 +96,15 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
         runs.append((run, module))
     visited = set[int]().union(*(run.visited for run, _ in runs))
     spawns = _SPAWNS.search(text) is not None
+    named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(tree)}
     for run, module in runs:
         run.visited |= visited  # what only some ranks call has been seen where they call it
-        _run_the_rest(run, module)
+        _run_the_rest(run, module, named)
     return [WitnessTrace(run.place, run.trace, text, run.reads, spawns) for run, _ in runs]
 
 
-def _run_the_rest(run: Interpreter, module: Module) -> None:
+def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
     """Run what nobody in the file has called, with unknown arguments; those that others call come last."""
-    named = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
-    named |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)}
     names = sorted(module.names.items(), key=lambda pair: pair[0] in named)
     initialized = run.initialized
     for _, value in names:

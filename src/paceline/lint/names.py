@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 _PREFIXES = (
     ("torch.distributed.elastic.", "elastic."),
     ("torch.distributed.rpc.", "rpc."),
@@ -29,6 +31,7 @@ _PREFIXES = (
 )
 
 
+@cache
 def canonical(name: str) -> str:
     """Return the short name by which the tables below know something of torch."""
     for prefix, short in _PREFIXES:
