@@ -560,6 +560,16 @@ def test_a_rank_that_left_the_loop_is_no_matter_of_groups() -> None:
     assert "rank 1 left the loop at /job/train.py:1 earlier" in verdict.more[0]
 
 
+def test_a_round_that_a_rank_left_early_is_not_the_end_of_the_loop() -> None:
+    text = "for batch in loader:\n    if unlucky: continue\n    barrier()\nprint()\n"
+    job = Job(2)
+    job.waits(0, call(4, at=[user(3, "<module>")]))
+    job.is_in(1, user(4, "<module>"), calls=[call(n, at=3, done=True) for n in (1, 2, 3)])
+    clue = next(line for line in explain(job, text).more if line.startswith("Likely"))
+    assert "rank 1 left a round of the loop at /job/train.py:1 early, by `if unlucky: continue`" in clue
+    assert "with `if" not in clue
+
+
 def test_no_line_is_blamed_that_nobody_is_known_to_have_run() -> None:
     text = "with model.no_sync():\n    train()\nloss.backward()\ndist.barrier()\n"
     job = Job(2)

@@ -171,11 +171,14 @@ def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
     loops = _find_left_loops(here, there, source)
     for loop in loops:
         if loop.ways_out:
-            listed = " or ".join(f"{_quote(test)} with `{way.text}`" for test, way in loop.ways_out[:2])
-            return [
-                f"Likely cause: {there.name} left the loop at {name_line(loop.spot.frame)} earlier, "
-                f"by {listed} or at its end."
-            ]
+            ways = loop.ways_out[:2]
+            listed = " or ".join(
+                _quote(test) + (f" with `{way.text}`" if way.line > test.line else "") for test, way in ways
+            )
+            place = name_line(loop.spot.frame)
+            is_round = all("continue" in way.text for _, way in ways)
+            what = f"a round of the loop at {place} early" if is_round else f"the loop at {place} earlier"
+            return [f"Likely cause: {there.name} left {what}, by {listed} or at its end."]
     for loop in reversed(loops):
         if loop.spot.text.startswith(("for", "async for")):
             return [
