@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 
 class ActionKind(StrEnum):
@@ -96,14 +97,27 @@ class Schedule:
         """Whether some backward is divided into the gradients of inputs and of weights."""
         return any(action.kind is ActionKind.WEIGHT for own in self.actions for action in own)
 
-    def needs(self, action: Action) -> list[Action]:
-        """Return the actions whose results an action uses, each in the kinds that this schedule has."""
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is ActionKind.FORWARD:
-            return [Action(ActionKind.FORWARD, stage - 1, microbatch)] if stage else []
-        if action.kind is ActionKind.WEIGHT:
-            return [Action(ActionKind.INPUT, stage, microbatch)]
-        found = [Action(ActionKind.FORWARD, stage, microbatch)]
-        if stage + 1 < self.num_stages:
-            found.append(Action(ActionKind.BACKWARD, stage + 1, microbatch))
-        return found
+    @cached_property
+    def waits(self) -> tuple[tuple[tuple[Action, int, tuple[tuple[int, bool], ...]], ...], ...]:
+        """By rank, each action with the number of its result, and the results that it uses.
+
+        Each of these has its number, and whether it comes from another rank. The two kinds of backward have one
+        number, because others wait for the gradient of the input; nobody waits for result 0.
+        """
+
+        def number(stage: int, microbatch: int, *, is_forward: bool) -> int:
+            return 1 + 2 * (stage * self.num_microbatches + microbatch) + is_forward
+
+        def find(rank: int, action: Action) -> tuple[Action, int, tuple[tuple[int, bool], ...]]:
+            stage, microbatch, is_forward = action.stage, action.microbatch, action.kind is ActionKind.FORWARD
+            if action.kind is ActionKind.WEIGHT:
+                return action, 0, ((number(stage, microbatch, is_forward=False), False),)
+            used = [(stage - 1, True)] if is_forward else [(stage, True), (stage + 1, False)]
+            needed = tuple(
+                (number(at, microbatch, is_forward=way), self.homes[at] != rank)
+                for at, way in used
+                if 0 <= at < self.num_stages
+            )
+            return action, number(stage, microbatch, is_forward=is_forward), needed
+
+        return tuple(tuple(find(rank, action) for action in own) for rank, own in enumerate(self.actions))

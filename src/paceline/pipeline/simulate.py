@@ -96,23 +96,27 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         costs: of the actions; default: 1 for each forward, gradient of inputs and gradient of weights.
     """
     costs = costs or Costs()
-    done: dict[Action, Time] = {}
+    done: list[Time | None] = [None] * (1 + 2 * schedule.num_stages * schedule.num_microbatches)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     places = [0] * schedule.num_ranks
     free: list[Time] = [0] * schedule.num_ranks
     moved = True
     while moved:
         moved = False
-        for rank, own in enumerate(schedule.actions):
-            while places[rank] < len(own):
-                action = own[places[rank]]
-                ready = [_arrival(needed, rank, schedule, costs, done) for needed in schedule.needs(action)]
-                if None in ready:
+        for rank, own in enumerate(schedule.waits):
+            for action, result, needed in own[places[rank] :]:
+                start = free[rank]
+                arrived = True
+                for number, crosses in needed:
+                    time = done[number]
+                    if time is None:
+                        arrived = False
+                        break
+                    start = max(start, time + costs.message if crosses else time)
+                if not arrived:
                     break
-                start = max([free[rank], *(time for time in ready if time is not None)])
-                free[rank] = start + costs.duration(action)
+                free[rank] = done[result] = start + costs.duration(action)
                 spans[rank].append(Span(action, start, free[rank]))
-                done[_result(action)] = free[rank]
                 places[rank] += 1
                 moved = True
     stuck = {
@@ -122,22 +126,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     }
     kept = tuple(count_kept(own, costs) for own in spans)
     return Simulation(tuple(map(tuple, spans)), max(free), kept, stuck)
-
-
-def _result(action: Action) -> Action:
-    """Return the name under which others wait for an action: gradients of inputs come in two kinds."""
-    if action.kind is ActionKind.BACKWARD:
-        return Action(ActionKind.INPUT, action.stage, action.microbatch)
-    return action
-
-
-def _arrival(
-    needed: Action, rank: int, schedule: Schedule, costs: Costs, done: dict[Action, Time]
-) -> Time | None:
-    time = done.get(_result(needed))
-    if time is None or schedule.homes[needed.stage] == rank:
-        return time
-    return time + costs.message
 
 
 def count_kept(spans: Sequence[Span], costs: Costs) -> float:
@@ -161,4 +149,5 @@ def count_kept(spans: Sequence[Span], costs: Costs) -> float:
 
 
 def _of(value: Time | Sequence[Time], stage: int) -> Time:
-    return value[stage] if isinstance(value, Sequence) else value
+    # Asked a million times by a plan: `Sequence` would be much slower to compare with.
+    return value if isinstance(value, int | float) else value[stage]

@@ -247,16 +247,20 @@ class StepModel:
         plain = layout.schedule in ("1f1b", "gpipe", "interleaved")
         least = layout.pp + 2 if plain else 2 * layout.pp + 2
         short = min(num, -(-least // period) * period + num % period)
-        schedule = _schedule(layout.schedule, layout.pp, short, chunks)
         unit = max(forward)
         level = tuple(round(each / unit * 40) / 40 for each in (*forward, *backward))
-        total = unit * _simulate(schedule, level, round(message / unit, 2))
+        named = (layout.schedule, layout.pp, short, chunks)
+        total = unit * _simulate(named, level, round(message / unit, 2))
         busy = [0.0] * layout.pp
-        for stage, home in enumerate(schedule.homes):
+        for stage, home in enumerate(_schedule(*named).homes):
             busy[home] += forward[stage] + backward[stage]
         longest = max(busy)
         total += (num - short) * longest
         return num * longest, max(0.0, total - num * longest)
+
+
+# The arguments of `make_schedule`, because a schedule has thousands of actions to hash.
+_Named = tuple[str, int, int, int | None]
 
 
 @lru_cache(maxsize=512)
@@ -265,8 +269,9 @@ def _schedule(name: str, num_ranks: int, num: int, chunks: int | None) -> Schedu
 
 
 @lru_cache(maxsize=4096)
-def _simulate(schedule: Schedule, level: tuple[float, ...], message: float) -> float:
+def _simulate(named: _Named, level: tuple[float, ...], message: float) -> float:
     """Return the length of a schedule; times are by stage, forwards and then backwards, of the longest."""
+    schedule = _schedule(*named)
     half = len(level) // 2
     forward, backward = level[:half], level[half:]
     # Halves of a backward: the gradients of weights take as long as a forward, less what attention takes.

@@ -84,8 +84,8 @@ def list_sum_calls(num_bytes: float, layout: Layout, *, exact: bool) -> Iterator
     if layout.dp_shard > 1:
         yield StepCall("dp_shard", "reduce_scatter", left, layout.dp_shard, times)
         left /= layout.dp_shard
-    for axis in ("dp_replicate", "cp"):
-        if (degree := layout.degrees[axis]) > 1:
+    for axis, degree in (("dp_replicate", layout.num_replicas), ("cp", layout.cp)):
+        if degree > 1:
             yield StepCall(axis, "all_reduce", left, degree, times)
 
 
