@@ -141,7 +141,9 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
     blocks = [name for name, _ in find_blocks(model) if name]
     reader = _Reader(model, trace, kept, blocks, plans.get(2), samples)
     parts = reader.read()
-    widths = Counter(p.element_size() for p in model.parameters() for _ in range(min(p.numel(), 10**6)))
+    widths: Counter[int] = Counter()
+    for p in model.parameters():
+        widths[p.element_size()] += p.numel()
     width = max(widths, key=lambda size: widths[size]) if widths else 4
     tokens = reader.tokens
     costs = ModelCosts(
