@@ -101,8 +101,8 @@ class Schedule:
     def waits(self) -> tuple[tuple[tuple[Action, int, tuple[tuple[int, bool], ...]], ...], ...]:
         """By rank, each action with the number of its result, and the results that it uses.
 
-        Each of these has its number, and whether it comes from another rank. The two kinds of backward have one
-        number, because others wait for the gradient of the input; nobody waits for result 0.
+        Each of these has its number, and whether it comes from another rank. The two kinds of backward have
+        one number, because others wait for the gradient of the input; nobody waits for result 0.
         """
 
         def number(stage: int, microbatch: int, *, is_forward: bool) -> int:
