@@ -1,9 +1,10 @@
-"""`paceline launch slurm|kubernetes RECIPE|SCRIPT`: renders a job for a cluster, and submits it."""
+"""`paceline launch slurm|kubernetes|ssh RECIPE|SCRIPT`: renders a job for several nodes, and submits it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 from paceline.schedulers.kubernetes import KubernetesJob, render_kubernetes
 from paceline.schedulers.slurm import SlurmJob, render_slurm
+from paceline.schedulers.ssh import SshJob, read_hosts, render_ssh
 from paceline.schedulers.submit import submit, write_rendered
 from paceline.schedulers.target import (
     MARK,
@@ -32,7 +34,7 @@ before the job ends, and a job that is stopped before its end starts again. With
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
-        "launch", help="render a job for SLURM or Kubernetes", description=_DESCRIPTION
+        "launch", help="render a job for SLURM, Kubernetes or nodes with ssh", description=_DESCRIPTION
     )
     kinds = parser.add_subparsers(title="clusters", metavar="CLUSTER", dest="cluster", required=True)
     slurm = kinds.add_parser("slurm", help="a batch script", description=_DESCRIPTION)
@@ -43,10 +45,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_flags(kubernetes, KubernetesJob)
     kubernetes.set_defaults(run=run_kubernetes)
+    ssh = kinds.add_parser("ssh", help="a bash script for nodes that ssh reaches", description=_DESCRIPTION)
+    _add_flags(ssh, SshJob)
+    ssh.set_defaults(run=run_ssh)
 
 
-def _add_flags(parser: argparse.ArgumentParser, kind: type[ClusterJob]) -> None:
-    parser.add_argument("--nodes", required=True, metavar="N|MIN:MAX", help="number of nodes, or a range")
+def _add_flags(parser: argparse.ArgumentParser, kind: type[ClusterJob | SshJob]) -> None:
+    if kind is not SshJob:
+        parser.add_argument("--nodes", required=True, metavar="N|MIN:MAX", help="number of nodes, or a range")
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="ranks per node (default: its GPUs, or 1)"
     )
@@ -92,6 +98,21 @@ def run_kubernetes(args: argparse.Namespace) -> int:
             "checkpoints included."
         )
     return _deliver(args, text, f"{job.name}.yaml", "kubectl", ["create", "-f"])
+
+
+def run_ssh(args: argparse.Namespace) -> int:
+    """Run the command, and return its exit code; with `--submit` it becomes the script."""
+    hosts, slots = read_hosts(args.hosts)
+    args.nodes, args.gpus_per_node = str(len(hosts)), 0
+    args.nproc_per_node = slots if args.nproc_per_node is None else args.nproc_per_node
+    target, _, nproc = _read_job(args)
+    name = args.name or target.name
+    job = SshJob(target=target, nproc_per_node=nproc, name=name, **read_flags(args, SshJob))
+    text, path = render_ssh(job, hosts), Path(args.file or f"{name}.ssh.sh")
+    if args.submit and not args.json:  # it stays in front, as the ranks do
+        write_rendered(path, text, MARK)
+        os.execvp("bash", ["bash", str(path)])
+    return _deliver(args, text, path.name, "bash", [])
 
 
 def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
