@@ -25,7 +25,8 @@ from paceline.errors import PacelineError
 from tests.dist.pool import Pool
 from tests.train.loops import Net, square
 
-DATA = TensorDataset(torch.randn(24, 6), torch.randn(24, 2))
+_GENERATOR = torch.Generator().manual_seed(0)  # each rank imports this file, in a state of its own
+DATA = TensorDataset(torch.randn(24, 6, generator=_GENERATOR), torch.randn(24, 2, generator=_GENERATOR))
 
 
 def build(**settings: Any) -> tuple[paceline.Loop, nn.Module, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from paceline.errors import PacelineError
 from paceline.train.building import sync_batchnorm_error
@@ -207,15 +207,10 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         "without BatchNorm",
     ),
     # ---- batches and losses
-    "a DataLoader for data": (
-        "PL210",
-        lambda: build().loader(DataLoader(data(), batch_size=2), global_batch_size=2),
-        "a DataLoader was passed as the data of loader0",
-    ),
     "a loader for data": (
-        "PL210",
+        "PL648",
         lambda: (t := build()).loader(t.loader(data(), global_batch_size=2), global_batch_size=2),
-        "a TrainerLoader was passed as the data of loader1",
+        "a loader of Paceline",
     ),
     "fields of unequal length": (
         "PL211",

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from paceline.checkpoint.fingerprint import hash_stored, hash_tensors
     from paceline.checkpoint.folder import CheckpointFolder
     from paceline.checkpoint.identity import check_identity, describe_identity
-    from paceline.checkpoint.load import Loaded, find_checkpoint, list_at, load_checkpoint, open_usable
+    from paceline.checkpoint.load import (
+        Loaded,
+        find_best,
+        find_checkpoint,
+        list_at,
+        load_checkpoint,
+        open_usable,
+    )
     from paceline.checkpoint.validity import is_usable, verify
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "check_identity",
     "describe_identity",
     "export_model",
+    "find_best",
     "find_checkpoint",
     "hash_stored",
     "hash_tensors",
@@ -39,6 +47,7 @@ _HOMES = {
     "check_identity": "identity",
     "describe_identity": "identity",
     "export_model": "export",
+    "find_best": "load",
     "find_checkpoint": "load",
     "hash_stored": "fingerprint",
     "hash_tensors": "fingerprint",

@@ -62,10 +62,14 @@ class Commits:
         run_folder: the run's folder; made at the first save.
         keep: how many valid checkpoints stay, at least 1.
         generation: number of the start that writes; None: any start may commit (`generation.py`).
+        best: step of a checkpoint that stays beside them.
     """
 
-    def __init__(self, run_folder: str | Path, keep: int, generation: int | None = None) -> None:
+    def __init__(
+        self, run_folder: str | Path, keep: int, generation: int | None = None, best: int | None = None
+    ) -> None:
         assert keep >= 1
+        self._best = best
         self.path = Path(run_folder) / CHECKPOINTS
         self.keep = keep
         self.generation = generation
@@ -218,7 +222,7 @@ class Commits:
                     files.rename(entry, final)
 
     def let_go(self, saved: int) -> None:
-        """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
+        """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved or the best.
 
         Those of later steps (left from before a fall-back) count only if every hash is right, so that a
         broken one cannot displace the newest valid one. For older ones the manifest and the sizes suffice,
@@ -232,7 +236,7 @@ class Commits:
     def _let_go(self, saved: int) -> None:
         num_valid = 0
         for step, path in reversed(self.steps().items()):
-            if num_valid >= self.keep and step != saved:
+            if num_valid >= self.keep and step not in (saved, self._best):
                 self._discard(path)
             elif step == saved:
                 num_valid += 1

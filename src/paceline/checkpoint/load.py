@@ -101,6 +101,26 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
     return find_newest(found[0].parent, on_skip)
 
 
+def find_best(path: str | Path, on_skip: OnSkip | None = None) -> Path:
+    """Return a run's checkpoint of the lowest value that `keep_best` was given.
+
+    Raises:
+        PacelineError: as `find_checkpoint`; PL514 if the run has not kept it.
+    """
+    newest = find_checkpoint(path, on_skip)
+    best = open_usable(newest).state["counters"].get("best")
+    found = None if best is None else list_checkpoints(newest.parent).get(best[0])
+    if found is None:
+        raise PacelineError(
+            "PL514",
+            saw=f"{path} has no best checkpoint.",
+            rule="A run keeps one by trainer.keep_best(value), or in a recipe by train.patience.",
+            fix="Leave --best out for the newest one.",
+        )
+    check_usable(found)
+    return found
+
+
 def list_at(path: str | Path) -> list[Path]:
     """Return all checkpoints that a path means, valid or not, by rising step: itself, or those of a run.
 

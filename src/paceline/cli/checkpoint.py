@@ -49,6 +49,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help="write the average of weights that ema= keeps (default: average) in place of the weights",
     )
+    export.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint that keep_best or train.patience has kept, in place of the newest",
+    )
     export.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors to it")
 
 
@@ -188,9 +193,9 @@ def _hash(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from paceline.checkpoint import export_model, find_checkpoint
+    from paceline.checkpoint import export_model, find_best, find_checkpoint
 
-    path = find_checkpoint(args.path, _warn_skipped)
+    path = (find_best if args.best else find_checkpoint)(args.path, _warn_skipped)
     dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype is not None else None
     if args.hf is None:
         num_bytes = export_model(path, args.out, dtype, args.average)

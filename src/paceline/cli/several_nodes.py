@@ -111,7 +111,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     words += ["-m", "paceline", "train", args.recipe, *(["--out", args.out] if args.out else [])]
     words += [word for setting in args.set for word in ("--set", setting)]
     words += [word for key in args.accept for word in ("--accept", key)]
-    words += ["--json"] * args.json
+    words += ["--json"] * args.json + ["--dry-run"] * args.dry_run
     launch = build_parser().parse_args(words)
     return int(launch.run(launch))
 

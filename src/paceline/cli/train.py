@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="take one step, evaluate one batch and save, then remove the folder; no sink gets anything",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="print every key of the recipe, not only those that were set"
     )
     add_grace_flag(parser)
@@ -87,8 +93,11 @@ def run(args: argparse.Namespace) -> int:
     from paceline.train.state.run_folder import check_run_folder
 
     remarks: list[str] = []
-    recipe = load_recipe(args.recipe, args.set, remark=remarks.append)
+    sinks = ["metrics.sinks=[]"] * args.dry_run
+    recipe = load_recipe(args.recipe, [*args.set, *sinks], remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
+    if args.dry_run:
+        folder = folder.with_name(f"{folder.name}.dry-run")
     announce_grace(args)
     _follow_pods(args)
     if is_launched(os.environ):
@@ -105,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
     watcher = build_watcher(args, request_recording(args))
     warm_up()  # It imports torch while the folder and the data are checked here.
+    if args.dry_run:
+        shutil.rmtree(folder, ignore_errors=True)
     check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)
     check_launch(nproc, recipe.train.device)
@@ -119,9 +130,12 @@ def run(args: argparse.Namespace) -> int:
         results = launch(
             train_on_rank,
             nproc,
-            args=(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
+            args=(
+                *(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
+                *(None, args.dry_run),
+            ),
             device=recipe.train.device,
-            log_dir=folder / "logs",
+            log_dir=None if args.dry_run else folder / "logs",
             stop_timeout_s=_STOP_S if args.grace_s is None else args.grace_s,
             hang_after_s=None,
             watcher=watcher,
@@ -139,10 +153,11 @@ def train_on_rank(
     launcher_pid: int | None = None,
     accept: Sequence[str] = (),
     num_ranks: int | None = None,
+    is_dry: bool = False,
 ) -> dict[str, Any] | None:
     """Train on this rank, and return the summary on rank 0, else `None`.
 
-    With `num_ranks`, the ranks beyond these are spares.
+    With `num_ranks`, the ranks beyond these are spares. If `is_dry`, nothing of `folder` stays.
     """
     import tomllib
     from dataclasses import asdict
@@ -155,19 +170,28 @@ def train_on_rank(
 
     recipe = parse_recipe(tomllib.loads(recipe_toml))
     section = recipe.train
-    with start(
-        device=section.device,
-        timeout_s=section.timeout_s,
-        seed=section.seed,
-        threads_per_rank=section.threads_per_rank,
-        deterministic=section.deterministic,
-        num_ranks=num_ranks,
-    ) as world:
+    with (
+        ExitStack() as at_end,
+        start(
+            device=section.device,
+            timeout_s=section.timeout_s,
+            seed=section.seed,
+            threads_per_rank=section.threads_per_rank,
+            deterministic=section.deterministic,
+            num_ranks=num_ranks,
+        ) as world,
+    ):
         log_to_stderr(world)
         progress = ProgressPrinter() if shows_progress and world.is_main else None
+        if is_dry and world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
             summary = train_recipe(
-                recipe, Path(folder), world, progress, accept=accept, launcher_pid=launcher_pid
+                *(recipe, Path(folder), world, progress),
+                accept=accept,
+                launcher_pid=launcher_pid,
+                is_dry=is_dry,
             )
         except Stopped as stopped:
             if world.is_main:
@@ -204,6 +228,7 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
                 not args.json,
                 accept=tuple(args.accept),
                 num_ranks=num_ranks if has_spares else None,
+                is_dry=args.dry_run,
             )
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
@@ -244,6 +269,8 @@ def _report(summary: dict[str, Any], args: argparse.Namespace) -> int:
     from paceline.cli.report import describe_summary
 
     print(describe_summary(summary))
+    if args.dry_run:
+        print_remark("this was a dry run of one step; nothing of it is kept.")
     if args.profile is not None:
         print(f"\n{describe_recording(args)[0]}")
     return 0

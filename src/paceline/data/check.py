@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-from torch.utils.data import DataLoader
 
 from paceline.data.loader import Loader
-from paceline.errors import PacelineError
 from paceline.finding import Finding
 
 log = logging.getLogger(__name__)
-
-
-def check_data(dataset: Any, name: str) -> None:
-    """Raise PL210 for a loader in place of a data set.
-
-    Args:
-        dataset: what a loader is to be made of.
-        name: of the loader.
-    """
-    if isinstance(dataset, (DataLoader, Loader)):
-        raise PacelineError(
-            "PL210",
-            saw=f"a {type(dataset).__name__} was passed as the data of {name}.",
-            rule="The trainer makes batches itself, because their order, the microbatches and each rank's "
-            "share must not depend on the number of ranks. With a loader, each batch would count as one "
-            "sample.",
-            fix="Pass the data set: trainer.loader(dataset, global_batch_size=64, collate=..., "
-            "num_workers=...). "
-            "Or pass each batch of your loader to trainer.step(batch), with other samples on every rank.",
-        )
 
 
 def warn_of_oversized_batch(loader: Loader) -> None:

@@ -53,6 +53,7 @@ SETTINGS = (
         names=("microbatch_size", "train.microbatch_size", "valid.microbatch_size"),
     ),
     RecipeKey("train.eval_every", may_change=_LOOK),
+    RecipeKey("train.patience", may_change="as train.steps"),
     RecipeKey("train.eval_samples", may_change=_LOOK),
     RecipeKey("train.dtype", "dtype", names=("dtype",)),
     RecipeKey("train.reduction", "reduction", may_change=_BITS),

@@ -308,6 +308,9 @@ class TrainSection(Section):
     """Stop after this many consecutive steps with a non-finite loss or gradient, each of which is skipped."""
     eval_every: NonNegativeInt = 0
     """Evaluate on the validation data every this many steps, and at the end; 0: at the end only."""
+    patience: NonNegativeInt = 0
+    """Stop after this many evaluations in a row without a lower validation loss, and keep the checkpoint of
+    the lowest one; 0: never."""
     eval_samples: PositiveInt | None = None
     """Number of validation samples to evaluate on, from the first one on. Default: all."""
     deterministic: bool = True
@@ -341,6 +344,13 @@ class TrainSection(Section):
                 "SyncBatchNorm adds up statistics in an order that depends on the number of ranks.",
                 "Set train.sync_batchnorm=false (statistics are then those of each microbatch), or "
                 'train.reduction="fast".',
+            )
+        if self.patience and not self.eval_every:
+            raise broken_rule(
+                "PL846",
+                f"train.patience={self.patience} with train.eval_every=0.",
+                "It counts evaluations, and the only one would be at the end.",
+                "Set train.eval_every, for example to 100 steps.",
             )
         if self.steps is None and self.epochs is None:
             raise broken_rule(

@@ -56,11 +56,20 @@ _WORDS = (
         "output_dir default_root_dir save_dir project_dir resume_from_checkpoint save_steps "
         "save_strategy enable_checkpointing ckpt_path checkpoint",
     ),
-    ("keep=", "save_total_limit total_limit save_top_k"),
+    ("keep=", "save_total_limit total_limit"),
+    (
+        "trainer.keep_best(value), which counts evaluations that were not better",
+        "save_top_k patience early_stopping early_stopping_patience load_best_model_at_end "
+        "metric_for_best_model",
+    ),
+    (
+        "trainer.loader(DataLoader(data, batch_size=64, sampler=...)), with a batch of all ranks together",
+        "sampler batch_sampler weights",
+    ),
     (
         "trainer.loader(dataset, global_batch_size=...), which divides and shuffles the data by itself",
         "train_dataset eval_dataset train_dataloader train_dataloaders val_dataloaders dataloader "
-        "loader train_loader dataset data sampler batch_sampler num_replicas rank world_size "
+        "loader train_loader dataset data num_replicas rank world_size "
         "split_batches dispatch_batches",
     ),
     ("trainer.evaluate(loader, metrics={...})", "compute_metrics metrics eval_steps val_check_interval"),

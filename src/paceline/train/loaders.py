@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
-from paceline.data.check import check_data, warn_of_oversized_batch
+from paceline.data.check import warn_of_oversized_batch
 from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -61,9 +61,9 @@ class TrainerLoader(Loader):
         trainer: StepTaker,
         dataset: Any,
         *,
-        shard: Literal["loader", "mine"],
+        shard: Literal["loader", "mine"] = "loader",
         dp: Axis | None,
-        pin_memory: bool | None,
+        pin_memory: bool | None = None,
         others: Mapping[str, Loader],
         **settings: Any,
     ) -> None:
@@ -74,7 +74,6 @@ class TrainerLoader(Loader):
                 rule='It is "loader" for data that the loader divides, or "mine" for this rank\'s own part.',
                 fix='Leave it out, or pass shard="mine".',
             )
-        check_data(dataset, settings["name"])
         device = trainer.world.device
         super().__init__(
             dataset,

@@ -27,7 +27,7 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import explain_arguments, open_models
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
-from paceline.train.own_loader import LoopLoader, open_loader
+from paceline.train.own_loader import LoopLoader
 from paceline.train.own_optimizers import take_optimizers, unknown_error
 from paceline.train.own_step import LoopStep
 from paceline.train.runners.work import OwnLoop, Work
@@ -40,7 +40,7 @@ from paceline.train.whole_steps import WholeSteps, build_whole_steps
 from paceline.world import current_world
 
 
-class Loop(Training):
+class Loop(Training[LoopLoader]):
     """Models in training by the user's own loop, with the same result on any number of ranks.
 
         loop = paceline.Loop(model, optimizer, layout="dp_shard=2", microbatch_size=8)
@@ -155,41 +155,8 @@ class Loop(Training):
 
     # Data
 
-    @explain_arguments
-    def loader(  # type: ignore[override]
-        self,
-        data: Any,
-        *,
-        global_batch_size: int | None = None,
-        shuffle: bool | None = None,
-        epochs: int | None = None,
-        drop_last: bool | None = None,
-        num_workers: int | None = None,
-        prefetch: int | None = None,
-        pin_memory: bool | None = None,
-        collate: Callable[[Sequence[Any]], Any] | None = None,
-        shard: Literal["loader", "mine"] = "loader",
-        name: str | None = None,
-    ) -> LoopLoader:
-        """Build a loader of steps, one per global batch.
-
-        Its position is saved in the checkpoints, as that of `Trainer.loader`.
-
-        Args:
-            data: a data set as for `Trainer.loader`, or a torch `DataLoader`. Of that its data set, samplers,
-                collate function, workers and batch size are used. The batch size is that of all ranks
-                together, and samplers are drawn once per epoch under the seed, alike on every rank.
-            global_batch_size, shuffle, drop_last, num_workers, prefetch, pin_memory, collate: as for
-                `Trainer.loader`; of a `DataLoader` they need not be told.
-            epochs, shard, name: as for `Trainer.loader`.
-
-        Raises:
-            PacelineError: PL648 for a `DataLoader` that cannot be taken over.
-        """
-        given = {key: each for key, each in locals().items() if key not in _NOT_TAKEN and each is not None}
-        data, settings = open_loader(data, given, self._given.seed, is_own=shard == "mine")
-        inner = super().loader(data, epochs=epochs, shard=shard, name=name, **settings)
-        return LoopLoader(self, inner)
+    def _hand_out(self, loader: TrainerLoader) -> LoopLoader:
+        return LoopLoader(self, loader)
 
     def step(self, num_microbatches: int) -> LoopStep:
         """Return a step of microbatches that the loop makes itself; its inner loop has this rank's numbers.
@@ -510,8 +477,6 @@ def parallelize(
     return Loop(optimizers=None, models=model, **{k: v for k, v in locals().items() if k != "model"})
 
 
-# The arguments of `loader` that a `DataLoader` does not have.
-_NOT_TAKEN = ("self", "data", "shard", "name", "epochs", "__class__")
 # What a loop does not take, by the names of `Arguments`.
 _UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "sync_batchnorm": False}
 

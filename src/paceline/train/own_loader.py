@@ -1,4 +1,4 @@
-"""Takes over a torch `DataLoader`, and yields the steps of a loop."""
+"""Takes over a torch `DataLoader`, for a trainer or a loop, and yields the steps of a loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils.data import (
 from paceline.data.loader import Loader
 from paceline.data.sampled import Sampled, loader_error
 from paceline.train.loaders import TrainerLoader
-from paceline.train.own_step import LoopStep
 
 if TYPE_CHECKING:
     from paceline.train.loop import Loop
+    from paceline.train.own_step import LoopStep
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def open_loader(
     settings = taken | dict(given)
     if "global_batch_size" not in settings:
         raise loader_error(
-            f"loop.loader({type(data).__name__}) without global_batch_size.",
+            f"loader({type(data).__name__}) without global_batch_size.",
             "A step has a fixed number of samples over all ranks.",
             "Pass global_batch_size=64, or DataLoader(data, batch_size=64).",
         )
@@ -94,7 +94,7 @@ def open_loader(
 
 def _open(data: Any, seed: int) -> tuple[Any, dict[str, Any]]:
     if isinstance(data, Loader):
-        raise loader_error("a loader of Paceline.", "A loop makes its own loaders.", "Pass the data set.")
+        raise loader_error("a loader of Paceline.", "A loader is made of data.", "Pass the data set.")
     if not isinstance(data, DataLoader):
         return data, {}
     sampler: Any = data.sampler

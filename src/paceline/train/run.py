@@ -19,6 +19,7 @@ from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
+from paceline.train.best import Best
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
 from paceline.train.state.disks import find_disks, name_rank, raise_any
@@ -170,6 +171,7 @@ def train_recipe(
     *,
     accept: Sequence[str] = (),
     launcher_pid: int | None = None,
+    is_dry: bool = False,
 ) -> RunSummary | None:
     """Train a recipe to its end, continuing from the newest checkpoint in `folder`; collective.
 
@@ -181,6 +183,7 @@ def train_recipe(
         accept: keys or sections of the recipe that may differ from those of the run in the folder; it
             continues with the new values.
         launcher_pid: of the process that started the ranks; by default the parent of rank 0.
+        is_dry: take one step, and evaluate one global batch.
 
     Returns:
         The summary on rank 0, `None` elsewhere.
@@ -196,7 +199,7 @@ def train_recipe(
         world.on_close(lock.close)
 
     _claim_on_each_disk(world, folder, claim)
-    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept)
+    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept, is_dry)
     run.train()
     plain = run.gather_model()
     return run.summarise(plain) if world.is_main else None
@@ -206,23 +209,31 @@ class _RecipeRun:
     """One start of a run."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, world: World, reporter: Reporter | None, accept: Sequence[str]
+        self,
+        recipe: Recipe,
+        folder: Path,
+        world: World,
+        reporter: Reporter | None,
+        accept: Sequence[str],
+        is_dry: bool,
     ) -> None:
         self._recipe, self._folder, self._world, self._reporter = recipe, folder, world, reporter
         self._data = build_data(recipe)
         self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
+        self._last_step = 1 if is_dry else self._num_steps
         self._trainer = build_trainer(recipe, self._data, self._num_steps)
         self._loader = build_loader(recipe, self._trainer, self._data.train, train=True)
         self._valid_loader = None
         if self._data.valid is not None:
             valid: Any = self._data.valid
-            limit = recipe.train.eval_samples
+            limit = recipe.train.global_batch_size if is_dry else recipe.train.eval_samples
             if limit is not None and limit < len(valid):
                 valid = Subset(valid, range(limit))
             self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
         self._first_step = self._trainer.resume(folder, accept=list_settings(accept))
         self._num_parameters = self._trainer.count_parameters()
         self._valid: dict[str, float] | None = None
+        self._has_stopped_early = self._is_stale(self._trainer.best)
         self._steps: list[Step] = []
 
     def train(self) -> None:
@@ -230,17 +241,24 @@ class _RecipeRun:
         if self._reporter is not None:
             self._reporter.begin(
                 num_parameters=self._num_parameters,
-                num_steps=self._num_steps,
+                num_steps=self._last_step,
                 first_step=self._first_step,
                 world=self._world,
                 layout=self._trainer.layout,
             )
         self._complete_evaluation()
-        while self._trainer.step_number < self._num_steps:
+        while not self._has_ended():
             for share in self._loader:
                 self._take_step(share)
-                if self._trainer.step_number >= self._num_steps:
+                if self._has_ended():
                     break
+
+    def _has_ended(self) -> bool:
+        return self._has_stopped_early or self._trainer.step_number >= self._last_step
+
+    def _is_stale(self, best: Best | None) -> bool:
+        patience = self._recipe.train.patience
+        return 0 < patience <= (0 if best is None else best.num_since)
 
     def gather_model(self) -> nn.Module:
         """Return the trained model as a plain module, complete on rank 0; collective."""
@@ -290,12 +308,11 @@ class _RecipeRun:
         step = self._trainer.step(share)
         self._steps.append(step)
         if self._reporter is not None:
-            self._reporter.step(step, self._num_steps, self._data.tokens_per_sample)
-        is_end = step.number == self._num_steps
-        if is_end or _is_due(step.number, self._recipe.train.eval_every):
+            self._reporter.step(step, self._last_step, self._data.tokens_per_sample)
+        if self._has_ended() or _is_due(step.number, self._recipe.train.eval_every):
             self._evaluate()
-        if is_end or _is_due(step.number, self._recipe.checkpoint.every):
-            self._trainer.save(wait=is_end)
+        if self._has_ended() or _is_due(step.number, self._recipe.checkpoint.every):
+            self._trainer.save(wait=self._has_ended())
 
     def _complete_evaluation(self) -> None:
         """Read the last evaluation of the starts before this one, or make it if it was interrupted."""
@@ -303,7 +320,7 @@ class _RecipeRun:
         rows = run_on_main(self._world, lambda: read_rows(self._folder / EVALUATIONS))
         if rows and rows[-1]["step"] == step:
             self._valid = {key: value for key, value in rows[-1].items() if key != "step"}
-        elif step >= self._num_steps or (step and _is_due(step, self._recipe.train.eval_every)):
+        elif step >= self._last_step or (step and _is_due(step, self._recipe.train.eval_every)):
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -311,6 +328,8 @@ class _RecipeRun:
             return
         evaluation = self._trainer.evaluate(self._valid_loader, build_task(self._recipe).metrics)
         self._valid = evaluation.values()
+        if self._recipe.train.patience:
+            self._has_stopped_early = self._is_stale(self._trainer.keep_best(evaluation.loss))
         if self._reporter is not None:
             self._reporter.evaluation(self._trainer.step_number, evaluation)
 

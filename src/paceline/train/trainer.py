@@ -36,7 +36,7 @@ from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
 
-class Trainer(Training):
+class Trainer(Training[TrainerLoader]):
     """A model in training, with the same result on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments, and call
@@ -201,6 +201,9 @@ class Trainer(Training):
         done = self._phases.end()
         self._stop_signum = self._stop_signum or self._phases.stop_signum
         return self._end_step(share, done, lr=lr, comm_s=self._phases.comm_s)
+
+    def _hand_out(self, loader: TrainerLoader) -> TrainerLoader:
+        return loader
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import nn
-from torch.utils.data import Dataset
 
 from paceline.data.loader import Loader
 from paceline.data.share import Share
@@ -25,12 +25,14 @@ from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches
+from paceline.train.best import Best, choose_best
 from paceline.train.building import UpdateSettings, build_model, build_updates, sync_batchnorm_error
 from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
 from paceline.train.foreign import explain_arguments
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.loaders import TrainerLoader
 from paceline.train.memory import MemoryErrors
+from paceline.train.own_loader import LoopLoader, open_loader
 from paceline.train.precision import Precision
 from paceline.train.recording import SkippedSteps
 from paceline.train.same_settings import (
@@ -50,15 +52,16 @@ from paceline.train.update import Updated
 from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
-if TYPE_CHECKING:
-    from paceline.train.own_loader import LoopLoader
+L = TypeVar("L", TrainerLoader, LoopLoader)
 
 # Microbatches per global batch if the user sets no microbatch size. The number is fixed: a size derived from
 # the number of ranks would make dropout and BatchNorm depend on that number.
 _DEFAULT_NUM_MICROBATCHES = 8
+# The arguments of `loader` that a `DataLoader` has no counterpart of.
+_NOT_TAKEN = ("self", "data", "shard", "name")
 
 
-class Training(TrainedModels):
+class Training(TrainedModels, Generic[L]):
     """Models in training, with the same result on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments.
@@ -169,6 +172,7 @@ class Training(TrainedModels):
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan
+        self._best: Best | None = None
         self._source: Loader | None = None
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
         self._raw_batches = RawBatches(self._dp, self.world.device)
@@ -181,42 +185,66 @@ class Training(TrainedModels):
         """The folder given to `resume`, or `None`."""
         return self._saver.folder
 
+    @property
+    def best(self) -> Best | None:
+        """What `keep_best` returned last, also before this start."""
+        return self._best
+
     @explain_arguments
     def loader(
         self,
-        dataset: Dataset[Any] | Any,
+        data: Any,
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         shuffle: bool | None = None,
         epochs: int | None = None,
-        drop_last: bool = False,
-        num_workers: int = 0,
-        prefetch: int = 2,
+        drop_last: bool | None = None,
+        num_workers: int | None = None,
+        prefetch: int | None = None,
         pin_memory: bool | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
         shard: Literal["loader", "mine"] = "loader",
         name: str | None = None,
-    ) -> TrainerLoader:
-        """Build a loader of global batches, which gives each rank its share; see `paceline.data.Loader`.
+    ) -> L:
+        """Build a loader of global batches, which gives each rank its share.
 
         Its position is saved in the checkpoints, under `name`. By default the name follows from the order of
-        creation, which must then be the same in the start that resumes. `shard="mine"` states that the data
-        are already divided, and are this rank's own part. A loader of data that another loader has trained
-        on starts with the next epoch.
+        creation, which must then be the same in the start that resumes. A loader of data that another loader
+        has trained on starts with the next epoch.
+
+        Args:
+            data: a data set or a stream, see `paceline.data.Loader`. Or a torch `DataLoader`, of which the
+                data set, collate function, workers, batch size and samplers (weighted, by length, one's own)
+                are used. Its batch size is that of all ranks together. Samplers are drawn once per epoch
+                under the seed, alike on every rank; each list of a batch sampler is a global batch.
+            global_batch_size, shuffle, drop_last, num_workers, prefetch, pin_memory, collate: as for
+                `paceline.data.Loader`; of a `DataLoader` they need not be told.
+            epochs: after which the iteration ends. Default: one, again at each iteration.
+            shard: `"mine"` states that the data are already divided, and are this rank's own part.
+            name: of the position.
+
+        Raises:
+            PacelineError: PL648 for a `DataLoader` that cannot be taken over, or without a batch size.
         """
-        settings = {key: each for key, each in locals().items() if key not in ("self", "dataset", "name")}
+        given = {key: each for key, each in locals().items() if key not in _NOT_TAKEN and each is not None}
+        data, settings = open_loader(data, given, self._given.seed, is_own=shard == "mine")
+        global_batch_size = settings["global_batch_size"]
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
             raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
-        settings |= {"name": name, "microbatch_size": size, "seed": self._given.seed}
-        loader = TrainerLoader(self, dataset, dp=self._dp, others=self._loaders, **settings)
+        settings |= {"shard": shard, "name": name, "microbatch_size": size, "seed": self._given.seed}
+        loader = TrainerLoader(self, data, dp=self._dp, others=self._loaders, **settings)
         self._loaders[name] = loader
         state = self._saver.tracked.take_loader_state(name)
         if state is not None:
             self._saver.check_loader(loader)
             loader.load_state_dict(state)
-        return loader
+        return self._hand_out(loader)
+
+    def _hand_out(self, loader: TrainerLoader) -> L:
+        """Return what the user iterates over."""
+        raise NotImplementedError
 
     def track(self, **objects: Any) -> None:
         """Add objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
@@ -258,6 +286,7 @@ class Training(TrainedModels):
             self.step_number = state["step"]
             self.num_samples = state["samples"]
             self._skipped.num_in_a_row = state["skipped_in_a_row"]
+            self._best = Best(*state["best"]) if state.get("best") else None
             for name, loader in self._loaders.items():
                 if (saved := self._saver.tracked.take_loader_state(name)) is not None:
                     loader.load_state_dict(saved)
@@ -287,6 +316,30 @@ class Training(TrainedModels):
         handle = self._saver.save(self._describe_progress(), wait=wait)
         self._records.note_save(handle)
         return handle
+
+    def keep_best(self, value: float) -> Best:
+        """Save if a value is the lowest so far, and keep the checkpoint of the lowest one; collective.
+
+            best = trainer.keep_best(trainer.evaluate(valid).loss)
+            if best.num_since >= 3:
+                break  # three evaluations in a row were not better
+
+        Pass `-accuracy` for a value that should rise. The checkpoint stays beside the newest `keep` ones, and
+        `paceline checkpoint export --best` finds it. What was best is saved, so a resumed run goes on.
+
+        Args:
+            value: the same on every rank, for example of `evaluate`.
+
+        Raises:
+            PacelineError: as `save`; PL417 if ranks give different values.
+        """
+        value = float(value)
+        if self._mesh is not None:
+            check_same_settings({"the value of keep_best": repr(value)}, all_ranks())
+        self._best = choose_best(self._best, self.step_number, value)
+        if not self._best.num_since:
+            self.save()
+        return self._best
 
     def log(self, **values: Any) -> None:
         """Add numbers of rank 0 to the latest step's row in `metrics.jsonl`, and send them to the sinks.
@@ -460,6 +513,7 @@ class Training(TrainedModels):
             "samples": self.num_samples,
             "skipped_in_a_row": self._skipped.num_in_a_row,
             "loss": self._last_loss,
+            "best": None if self._best is None else list(astuple(self._best)),
         }
 
     def _describe_settings(self) -> dict[str, str]:

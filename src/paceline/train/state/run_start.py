@@ -126,11 +126,11 @@ class RunStart:
 
         self.generation = run_on_main(self._world, begin)
 
-    def begin_save(self) -> CheckpointFolder:
-        """Return the folder that a save of this start goes into; collective."""
+    def begin_save(self, best: int | None) -> CheckpointFolder:
+        """Return the folder that a save of this start goes into, which keeps step `best`; collective."""
         self.begin()
         generation = self.generation if self._disks.is_common else None
-        return CheckpointFolder(self.folder, keep=self._keep, generation=generation)
+        return CheckpointFolder(self.folder, keep=self._keep, generation=generation, best=best)
 
     def choose_write(self, mode: str) -> Write | None:
         """Return how to save if nodes have disks of their own, else `None`."""

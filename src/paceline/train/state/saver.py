@@ -142,7 +142,7 @@ class Saver:
             log.warning("%s", error)
 
     def _save(self, start: RunStart, counters: dict[str, Any]) -> SaveHandle:
-        folder = start.begin_save()
+        folder = start.begin_save(counters["best"] and counters["best"][0])
         # In mode "sharded" every rank writes its residuals; else rank 0 gathers them.
         is_sharded = self.saving.mode == SHARDED
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
