@@ -34,6 +34,7 @@ EXAMPLES = {
     "launch": "launch slurm --nodes 2 --time 24:00:00 train.py",
     "launch slurm": "launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit train.py",
     "launch kubernetes": "launch kubernetes --nodes 2 --image registry/image:tag train.py",
+    "launch ssh": "launch ssh --hosts node0,node1 --nproc-per-node 8 --submit train.py",
     "doctor": "doctor --nnodes 4 --rdzv-endpoint node0",
     "recipes": "recipes gpt-stdlib",
     "explain": "explain PL530",
