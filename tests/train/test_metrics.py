@@ -17,7 +17,14 @@ from torch import nn
 from paceline.errors import PacelineError
 from paceline.sinks.feed import Feed
 from paceline.sinks.sink import SinkRun, build_sinks
-from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory, read_rows
+from paceline.train.metrics import (
+    MetricsWriter,
+    describe_step,
+    find_peak_flops,
+    measure_gpu,
+    measure_memory,
+    read_rows,
+)
 from paceline.train.step import Step
 from paceline.train.trainer import Trainer
 from paceline.train.update import Updated
@@ -291,3 +298,12 @@ def test_another_working_folder_is_no_other_run(tmp_path: Path, monkeypatch: pyt
     writer.write(row(1))
     writer.close()
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_the_load_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    assert measure_gpu(torch.device("cpu")) == {}
+    assert measure_gpu(device) == {}  # there is no NVML here
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 93)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 412_500)  # in milliwatts
+    assert measure_gpu(device) == {"gpu_percent": 93.0, "gpu_w": 412.5}

@@ -53,6 +53,19 @@ def measure_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
+def measure_gpu(device: torch.device) -> dict[str, float]:
+    """Return the busy time in per cent and the power of a GPU, as NVML reports them; nothing without it."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {
+            "gpu_percent": float(torch.cuda.utilization(device)),
+            "gpu_w": torch.cuda.power_draw(device) / 1000,
+        }
+    except Exception:  # no nvidia-ml-py, or a driver that refuses, each with errors of its own
+        return {}
+
+
 class MetricsWriter:
     """A writer of `metrics.jsonl` (a row per optimizer step) and `evaluations.jsonl` (a row per evaluation).
 
@@ -69,7 +82,7 @@ class MetricsWriter:
         self._path = folder / METRICS
         self._pending: list[tuple[float, dict[str, Any]]] = []
         self._last_flush_s = -math.inf
-        self._memory_bytes = 0
+        self._memory_bytes, self._gpu = 0, dict[str, float]()
         self._has_failed = False
         with self._writing():
             self._folder = OpenFolder(folder)
@@ -80,11 +93,11 @@ class MetricsWriter:
         self._last_row: dict[str, Any] = {}
         self.feed = open_feed() if open_feed is not None else None
 
-    def measure_memory(self, device: torch.device) -> int:
-        """Return the peak bytes; measure them only when rows are written, because that takes up to 0.4 ms."""
+    def measure(self, device: torch.device) -> tuple[int, dict[str, float]]:
+        """Return the peak bytes and a GPU's load, measured only when rows are written: it takes 1 ms."""
         if self._is_due():
-            self._memory_bytes = measure_memory(device)
-        return self._memory_bytes
+            self._memory_bytes, self._gpu = measure_memory(device), measure_gpu(device)
+        return self._memory_bytes, self._gpu
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a step's row; the first call over 1 s after the last flush writes all rows to the file."""

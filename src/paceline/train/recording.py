@@ -88,7 +88,7 @@ class StepRecords:
             raise _no_folder_error("sinks=")
         writer = self._open()
         if writer is not None:
-            memory_bytes = writer.measure_memory(self._world.device)
+            memory_bytes, gpu = writer.measure(self._world.device)
             flops = [update.runner.flops_per_sample for update in updates]
             row = describe_step(
                 step,
@@ -101,7 +101,7 @@ class StepRecords:
                 layout=self._layout,
             )
             # A loop that calls loss.backward() by itself knows the loss better.
-            writer.write(row | {name: value for name, value in values.items() if name == "loss"})
+            writer.write(row | gpu | {name: value for name, value in values.items() if name == "loss"})
             if own := {name: value for name, value in values.items() if name != "loss"}:
                 writer.amend(own)
             self._pass_on_saved(writer)
