@@ -127,7 +127,7 @@ def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
                 finally:
                     run.out = before
                 for one in methods:
-                    if one.ref.node.name != "__init__":
+                    if getattr(one.ref.node, "name", "") != "__init__":
                         _enter(run, one, bool(initialized), me)
 
 
