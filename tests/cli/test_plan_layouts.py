@@ -129,6 +129,8 @@ def test_a_plan_needs_no_torch(llama: Path) -> None:
         ("2 nodes of 8 A100, 0 Gbit/s", "PL932", "Gbit/s: 0"),
         ("2 nodes of 8 A100, -3 GB/s", "PL932", "GB/s: -3"),
         ("2 nodes of 8 H100, 900 GB/s", "PL932", "If it is 900 Gbit/s"),
+        # Below what NVLink has, and eight times the fastest card.
+        ("2 nodes of 8 H100, 400 GB/s", "PL932", "If it is 400 Gbit/s"),
         ("nowhere.toml", "PL933", "nowhere.toml"),
     ],
 )
