@@ -89,8 +89,8 @@ def test_ranks_that_cannot_meet_are_told_why(tmp_path: Path) -> None:
             for node in range(2)
         ]
         said = [process.communicate(timeout=100)[1] for process in running]
-    for node in range(2):
-        assert f"doctor: node{node} reaches 10.77.0.10" in said[node], said[node]
-        assert "gloo would announce 127.0.0.1 here (GLOO_SOCKET_IFNAME=lo), at which" in said[node], said[
-            node
-        ]
+    # The node whose ranks fail first ends the job; the other one may lose the store before its ranks fail.
+    announced = "gloo would announce 127.0.0.1 here (GLOO_SOCKET_IFNAME=lo), at which"
+    told = [f"doctor: node{n} reaches 10.77.0.10" in said[n] and announced in said[n] for n in range(2)]
+    assert any(told), said
+    assert all(told[n] or "[PL372]" in said[n] for n in range(2)), said
