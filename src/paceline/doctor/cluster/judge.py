@@ -26,6 +26,11 @@ _CLOCK_S, _DRIFT = 0.5, 1e-3
 _WEAK_ALL_REDUCE = 0.1
 # Differ between nodes by their nature.
 _OWN_FACTS = {"$CUDA_VISIBLE_DEVICES", "$GLOO_SOCKET_IFNAME", "$NCCL_SOCKET_IFNAME"}
+_WAYS = {
+    "of": "in both directions, it",
+    "to": "from all other nodes, it",
+    "from": "from it, every other node",
+}
 _ADVICE = {
     "refused": "Something answers there and turns the connection away: a firewall that rejects, or an "
     "address that "
@@ -147,7 +152,9 @@ def _judge_reach(survey: Survey) -> Iterator[Finding]:
         what = (
             "answers small messages, but nothing larger arrives" if kind == "large" else "cannot be reached"
         )
-        for where, text in _name_links(survey, links):
+        for way, where, (link, *_) in _group(survey, sorted(links)):
+            text = _WAYS.get(way, f"from {survey.names[link[0]]}, {survey.names[link[1]]}")
+            text += "" if way else f" ({survey.addresses[link[1]]})"
             yield Finding(
                 "PL984",
                 where,
@@ -157,31 +164,12 @@ def _judge_reach(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def _name_links(survey: Survey, links: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """Yield places and texts for links: a node, where all from it or to it are named, else each link."""
-    names, rest = survey.names, set(links)
-    others = len(names) - 1
-    for number, name in enumerate(names):
-        outgoing = {link for link in rest if link[0] == number}
-        incoming = {link for link in rest if link[1] == number}
-        if others > 1 and len(incoming) == others and len(outgoing) == others:
-            yield name, "in both directions, it"
-            rest -= incoming | outgoing
-        elif others > 1 and len(incoming) == others:
-            yield name, "from all other nodes, it"
-            rest -= incoming
-        elif others > 1 and len(outgoing) == others:
-            yield name, "from it, every other node"
-            rest -= outgoing
-    for i, j in sorted(rest):
-        yield f"{names[i]} to {names[j]}", f"from {names[i]}, {names[j]} ({survey.addresses[j]})"
-
-
 def _judge_links(survey: Survey) -> Iterator[Finding]:
     slow = find_slow_links(survey.rates)
     usual = find_usual_rate(survey.rates) if survey.rates else 0.0
-    for where, numbers in _group(survey, slow):
+    for way, where, numbers in _group(survey, slow):
         rates = [survey.rates[link] for link in numbers]
+        where = f"all links {way} {where}" if way else where
         yield _describe_link(where, f"{_format_rate(max(rates))}, and {_format_rate(usual)} is usual here.")
     for link, share in survey.resent.items():
         if share > _RESENT and link not in slow:
@@ -191,27 +179,28 @@ def _judge_links(survey: Survey) -> Iterator[Finding]:
     if len(survey.rtts) > 2:
         usual_s = median(survey.rtts.values())
         far = [link for link, rtt in survey.rtts.items() if rtt > _FAR * usual_s and rtt > usual_s + _FAR_S]
-        for where, numbers in _group(survey, [link for link in far if link not in slow]):
+        for way, where, numbers in _group(survey, [link for link in far if link not in slow]):
             rtt = format_seconds(max(survey.rtts[link] for link in numbers))
+            where = f"all links {way} {where}" if way else where
             yield _describe_link(
                 where, f"a round trip takes {rtt}, and {format_seconds(usual_s)} is usual here."
             )
 
 
-def _group(survey: Survey, links: list[tuple[int, int]]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield the slow links, those of a node together if all from it or all to it are slow."""
+def _group(survey: Survey, links: list[tuple[int, int]]) -> Iterator[tuple[str, str, list[tuple[int, int]]]]:
+    """Yield a way of `_WAYS`, a node and all of its links; then "", and each link that is left."""
     rest, others = list(links), len(survey.names) - 1
     for number, name in enumerate(survey.names):
         outgoing, incoming = ([link for link in rest if link[end] == number] for end in (0, 1))
-        groups = [(f"all links from {name}", outgoing), (f"all links to {name}", incoming)]
+        groups = [("from", outgoing), ("to", incoming)]
         if len(outgoing) == len(incoming) == others:
-            groups = [(f"all links of {name}", outgoing + incoming)]
-        for text, own in groups:
+            groups = [("of", outgoing + incoming)]
+        for way, own in groups:
             if others > 1 and len(own) >= others:
-                yield text, own
+                yield way, name, own
                 rest = [link for link in rest if link not in own]
     for link in rest:
-        yield _name_link(survey, link), [link]
+        yield "", _name_link(survey, link), [link]
 
 
 def _name_link(survey: Survey, link: tuple[int, int]) -> str:
