@@ -252,7 +252,10 @@ def stop_in_the_middle(kind: int) -> Callable[[Nodes], AbstractContextManager[An
     @contextlib.contextmanager
     def plant(nodes: Nodes) -> Iterator[None]:
         def stop() -> None:
-            time.sleep(4)
+            words = ["nsenter", f"--net=/run/netns/{nodes.namespace(2)}", "ss", "-Htn", "dport", f":{PORT}"]
+            while not (ended.is_set() or subprocess.run(words, capture_output=True).stdout):
+                time.sleep(0.1)
+            time.sleep(1)
             found = subprocess.run(
                 ["ip", "netns", "pids", nodes.namespace(2)], capture_output=True, text=True
             )
@@ -260,9 +263,11 @@ def stop_in_the_middle(kind: int) -> Callable[[Nodes], AbstractContextManager[An
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), kind)
 
+        ended = threading.Event()
         thread = threading.Thread(target=stop)
         thread.start()
         yield
+        ended.set()
         thread.join()
 
     return plant
