@@ -21,17 +21,17 @@ from tests.verifying.runs import PoolRunner
 from tests.verifying.test_verify import subject
 
 
-class DropPath(nn.Module):
-    """Leaves out whole samples, with torch.rand as people write it."""
+class Noise(nn.Module):
+    """Drops elements, with torch.rand as people write it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(len(x), 1) < 0.9) if self.training else x
+        return x * (torch.rand(x.shape) < 0.9) if self.training else x
 
 
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.drop, self.path = nn.Linear(96, 96), nn.Dropout(0.1), DropPath()
+        self.layer, self.drop, self.path = nn.Linear(96, 96), nn.Dropout(0.1), Noise()
         self.head = nn.Linear(96, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def find_twice(_world: World) -> bool:
     """Return whether generators, buffers and the next step are as they would have been."""
 
     def train(*, looks: bool) -> list[Tensor]:
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), DropPath(), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Noise(), nn.Linear(8, 1))
         torch.manual_seed(3)
         for parameter in model.parameters():
             nn.init.normal_(parameter)

@@ -39,7 +39,7 @@ from paceline.parallel.tensor.trace import ModuleCall, Trace, TracedOp, Written
 from paceline.torch_seams.attention_ops import ATTENTION_OPS
 
 _BATCHED = frozenset({"bmm", "baddbmm"})
-_CONSTANTS = frozenset({"zeros", "ones", "full", "empty"})
+_CONSTANTS = frozenset(f"{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "full", "empty"))
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 

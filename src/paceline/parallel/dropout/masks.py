@@ -118,17 +118,35 @@ def draw_mask(
     """Return the mask of the kept elements: bool of `size`, each True with probability 1 - p.
 
     Args:
+        p: probability of an element to be dropped, from 0 to 1.
+        seed, key, samples, size, device, place, cuts: as for `draw_bits`.
+    """
+    if p <= 0 or p >= 1 or not math.prod(size):
+        return torch.full(list(size), p < 1, dtype=torch.bool, device=device)
+    return draw_bits(seed, key, samples, size, device, place=place, cuts=cuts) >= _threshold(p)
+
+
+def draw_bits(
+    seed: int,
+    key: str,
+    samples: Sequence[int],
+    size: Sequence[int],
+    device: torch.device,
+    *,
+    place: SampleDim,
+    cuts: Sequence[Cut] = (),
+) -> Tensor:
+    """Return 32 random bits for each element: int32 of `size`.
+
+    Args:
         seed: of the run, the step and everything else that separates draws.
         key: name of the draw.
         samples: numbers of the samples in the global batch, in the order in which the tensor holds them.
         size: of the tensor on this rank.
-        p: probability of an element to be dropped, from 0 to 1.
-        device: the device of the mask.
+        device: the device of the result.
         place: the place of the samples; without a dimension the first sample's number stands for all.
         cuts: the part of the whole tensor that this rank has.
     """
-    if p <= 0 or p >= 1 or not math.prod(size):
-        return torch.full(list(size), p < 1, dtype=torch.bool, device=device)
     if place.dim is None:
         samples = samples[:1]
         positions = list(size)
@@ -155,8 +173,7 @@ def draw_mask(
     bits *= _signed32(0x85EBCA6B)
     bits ^= bits >> 13
     bits *= _signed32(0xC2B2AE35)
-    keep: Tensor = (bits >= _threshold(p)).view(list(size))
-    return keep
+    return bits.view(list(size))
 
 
 def _threshold(p: float) -> int:

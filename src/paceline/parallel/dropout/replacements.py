@@ -8,7 +8,8 @@ torch's functions are replaced only while `Masks.drawing` is active, in the plac
 `torch.nn.functional`, and below it `torch._VF`, which also serves code that imported `dropout` by name. This
 covers nn.Dropout and its relatives, functional dropout, `scaled_dot_product_attention` and the dropouts
 within `multi_head_attention_forward`, while the model's modules are unchanged. A function with which the user
-has replaced torch's is called as before (`patch.py`).
+has replaced torch's is called as before (`patch.py`). Stochastic depth draws one number per sample, by
+`Tensor.bernoulli_` or `torch.rand` of a size [samples, 1, ...]; those are replaced too.
 
 Draws that are not covered are reported: at once in `Masks.unsafe` if the model's modules reveal them, else by
 `find_random` (`find.py`), which watches a forward.
@@ -16,6 +17,7 @@ Draws that are not covered are reported: at once in `Masks.unsafe` if the model'
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 import weakref
@@ -31,7 +33,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
-from paceline.parallel.dropout.masks import Cut, draw_mask, place_samples
+from paceline.parallel.dropout.masks import Cut, SampleDim, draw_bits, draw_mask, place_samples
 from paceline.parallel.dropout.patch import PatchedFunction, Patches
 from paceline.parallel.dropout.scope import (
     Enter,
@@ -121,6 +123,18 @@ class Masks:
         if place.dim is None:
             self._tell(_no_samples(key, size, len(samples)))
         return draw_mask(seed, key, samples, size, p, device, place=place, cuts=cuts)
+
+    def draw_uniform(self, key: str, size: Sequence[int], like: Tensor) -> Tensor:
+        """Return numbers from 0 up to 1, one per sample, of `size`. Only inside `drawing`."""
+        seed, samples = self._active[-1]
+        bits = draw_bits(seed, key, samples, size, like.device, place=SampleDim(0))
+        # As many as the type has digits: more would be rounded to 1.
+        digits = min(24, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
+        return ((bits >> (32 - digits)).to(like.dtype) + 2.0 ** (digits - 1)) / 2.0**digits
+
+    def is_per_sample(self, size: Sequence[int]) -> bool:
+        """Return whether a size has one element per sample of the microbatch. Only inside `drawing`."""
+        return bool(size) and size[0] == len(self._active[-1][1]) == math.prod(size)
 
     def _tell(self, finding: Finding) -> None:
         if finding not in self.unsafe:
@@ -354,6 +368,65 @@ def _replace_attention(found: Any) -> Callable[..., Tensor]:
     return attention
 
 
+def _replace_bernoulli(found: Any) -> Callable[..., Tensor]:
+    """Replace Tensor.bernoulli_."""
+    original: Callable[..., Tensor] = found or torch.Tensor.bernoulli_
+
+    def bernoulli_(self: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+        if generator is not None or not isinstance(p, float) or not _draws_per_sample(self.shape):
+            return original(self, p, generator=generator)
+        assert scope.top is not None
+        name = scope.top.name_draw("bernoulli")
+        if has_torch_function((self,)):
+            result: Tensor = handle_torch_function(_bernoulli_, (self,), self, p, name)
+            return result
+        return _bernoulli_(self, p, name)
+
+    return bernoulli_
+
+
+def _bernoulli_(x: Tensor, p: float, name: str) -> Tensor:
+    """Fill a tensor by the mask of a named draw: one call of a function for modes of functions."""
+    return x.copy_(_draw(name, x.shape, 1 - p, x)[0])
+
+
+def _replace_rand(found: Any) -> Callable[..., Tensor]:
+    """Replace torch.rand."""
+
+    def rand(*size: Any, **kwargs: Any) -> Tensor:
+        shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+        plain = kwargs.keys() <= {"dtype", "device"} and all(isinstance(each, int) for each in shape)
+        result: Tensor
+        if not plain or not _draws_per_sample(shape):
+            result = found(*size, **kwargs)
+            return result
+        assert scope.top is not None
+        name = scope.top.name_draw("rand")
+        like = torch.empty(shape, **kwargs)
+        if has_torch_function((like,)):
+            result = handle_torch_function(_uniform, (like,), like, name)
+        else:
+            result = _uniform(like, name)
+        return result
+
+    return rand
+
+
+def _uniform(like: Tensor, name: str) -> Tensor:
+    """Return the numbers of a named draw: one call of a function for modes of functions."""
+    masks = _find_masks()
+    assert masks is not None
+    if like.is_meta or isinstance(like, FakeTensor):
+        return torch.empty_like(like)
+    with without_modes():
+        return masks.draw_uniform(scope.base.join(name), like.shape, like)
+
+
+def _draws_per_sample(size: Sequence[int]) -> bool:
+    masks = None if torch.compiler.is_compiling() else _find_masks()
+    return masks is not None and masks.is_per_sample(size)
+
+
 def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
     """Replace a function (input, p, training) of torch._VF."""
     original = find_function(name)
@@ -408,6 +481,8 @@ def _list_spots() -> list[PatchedFunction]:
         *[PatchedFunction(F, name, _with_break) for name in _FEATURE],
         *[PatchedFunction(FUNCTIONS, name, make) for name, make in low.items()],
         *[PatchedFunction(torch, name, make) for name, make in low.items()],
+        PatchedFunction(torch.Tensor, "bernoulli_", _replace_bernoulli),
+        PatchedFunction(torch, "rand", _replace_rand),
     ]
 
 

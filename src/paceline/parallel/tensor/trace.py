@@ -1,8 +1,7 @@
 """Records one forward: every operation on tensors, and the module that it belongs to.
 
-The forward runs on fake tensors (shapes without numbers), so it costs no arithmetic and works for a model on
-the meta device. The model is not changed. The operations that reach the dispatcher are recorded. Composite
-functions are decomposed there, so a small set of operations describes any Python code.
+The forward runs on fake tensors, which have no numbers, so it costs no arithmetic and works on the meta
+device. The dispatcher's operations are recorded: few of them describe any code, as they compose the others.
 """
 
 from __future__ import annotations
@@ -84,8 +83,9 @@ class TracedOp:
 
     @cached_property
     def inputs(self) -> list[int]:
-        """The numbers of the tensors that it takes."""
-        return [leaf.number for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+        """The numbers of the tensors that it takes; of `new_zeros` none: it takes a type and a device."""
+        given = () if self.name.startswith("new_") else (self.args, self.kwargs)
+        return [leaf.number for leaf in tree_leaves(given) if isinstance(leaf, Ref)]
 
 
 @dataclass(frozen=True)
