@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COUNT, _ALL, _JOINED = "paceline/count", "paceline/all", "paceline/joined/"
-_CONNECTED, _LEFT = "paceline/connected/", "paceline/left/"
-_num_worlds = [0]  # of several ranks, started by this process
+_CONNECTED, _LEFT, _MET = "paceline/connected/", "paceline/left/", "paceline/met/"
 # On a clean close, the rank that hosts the store waits this long for ranks that may still read it.
 _LEAVE_S = 30.0
 # A start waits this long for ranks that still connect; later collectives wait for them too.
@@ -277,7 +276,6 @@ def start(
                 # once, the peer's start would fail (PL312).
                 store.set(f"{_CONNECTED}{place.rank}", "1")
                 _await_all(store, _CONNECTED, place.world_size, min(timeout_s, _CONNECT_S))
-                _num_worlds[0] += 1
         schedule_loops_as_batch()
         _seed_everything(seed)
     except BaseException:
@@ -449,8 +447,10 @@ def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
     assert place.master_port is not None
     deadline = time.monotonic() + timeout_s
     store = _host_store(place, timeout_s) if hosts else _reach_store(place, timeout_s, deadline)
-    if place.agent_store:  # it outlives a world, whose keys the next one must not take for its own
-        store = dist.PrefixStore(f"paceline/world/{_num_worlds[0]}", store)  # type: ignore[attr-defined]
+    # A launcher's store outlives a world, whose keys the next one of this size must not take for its own. The
+    # store knows their number; a rank does not, because some worlds have fewer ranks, and starts may fail.
+    common, met = store, f"{_MET}{place.world_size}/{place.rank}"
+    store = dist.PrefixStore(f"{_MET}{place.world_size}/{common.add(met, 0)}", common)  # type: ignore[attr-defined]
     store.set(f"{_JOINED}{place.rank}", socket.gethostname())
     if store.add(_COUNT, 1) == place.world_size:
         store.set(_ALL, "1")
@@ -461,6 +461,7 @@ def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
             raise _not_all_came(store, place, timeout_s)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.2)
+    common.add(met, 1)
     return store
 
 

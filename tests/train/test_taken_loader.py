@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -107,3 +108,47 @@ def test_a_sampler_gives_a_plain_loop_on_any_ranks(ranks: Pool, tmp_path: Path, 
         list(chain.from_iterable(parts)) for parts in zip(*(seen for seen, _, _ in two), strict=True)
     ] == alone[2:]
     assert [result[1:] for result in two] == [(losses[2:], weight)] * 2
+
+
+class Encoding(UserDict[str, Any]):
+    """Like transformers' BatchEncoding, which `tokenizer.pad` returns."""
+
+    def __init__(self, data: Any = None, encoding: Any = None) -> None:
+        super().__init__(data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+def encode(samples: list[Tensor]) -> dict[str, Any]:
+    return {"x": pad(samples), "length": torch.tensor(list(map(len, samples)))}
+
+
+def encode_as_object(samples: list[Tensor]) -> Encoding:
+    return Encoding(encode(samples))
+
+
+def train_on(world: paceline.World, collate: Any, num_workers: int) -> tuple[float, int]:
+    trainer = paceline.Trainer(
+        build_model(),
+        forward=lambda model, batch: model(batch["x"].double().unsqueeze(-1) / 23),
+        loss=lambda output, batch: find_loss(output, batch.x if isinstance(batch, Encoding) else batch["x"]),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        dtype="fp64",
+        microbatch_size=2,
+    )
+    for share in trainer.loader(DATA, global_batch_size=6, collate=collate, num_workers=num_workers):
+        trainer.step(share)
+    outputs = list(trainer.predict(trainer.loader(DATA, global_batch_size=6, shuffle=False, collate=collate)))
+    trainer.step(collate(DATA[world.rank * 3 : world.rank * 3 + 3]))
+    return trainer.model.weight.item(), sum(len(batch["x"]) for _, batch in outputs)
+
+
+def test_a_batch_may_be_a_mapping_that_is_no_dict(ranks: Pool) -> None:
+    expected = ranks.run(train_on, nproc=2, args=(encode, 0))
+    assert expected[0][1] == len(DATA)
+    assert ranks.run(train_on, nproc=2, args=(encode_as_object, 0)) == expected
+    with paceline.start() as world:  # from a worker it comes pickled
+        assert train_on(world, encode_as_object, 1) == train_on(world, encode, 0)

@@ -14,7 +14,13 @@ from torch import Tensor
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
-from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+from paceline.torch_seams.trees import (
+    keystr,
+    learn_mapping,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+)
 from paceline.train.same_settings import different_data_error, is_comparing
 
 # This many equal batches in a row are not a coincidence; and the number of batches that are compared.
@@ -30,6 +36,7 @@ def count_samples(batch: Any) -> int:
     Raises:
         PacelineError: PL409 if no tensor has a first dimension.
     """
+    learn_mapping(batch)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])

@@ -12,6 +12,7 @@ from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.torch_seams.trees import learn_mapping
 from paceline.train.batches import RankRows
 from paceline.train.compressing import check_num_slots
 from paceline.train.same_settings import all_ranks, check_same_settings, describe_data
@@ -115,6 +116,8 @@ class TrainerLoader(Loader):
             self._trainer.add_data_wait(time.perf_counter() - started_s)
             if share is None:
                 return
+            for _, batch in share.microbatches:
+                learn_mapping(batch)
             yield share
 
     def _find_next_epoch(self) -> int:

@@ -22,6 +22,7 @@ from paceline.parallel.order import Settings
 from paceline.parallel.shard.shards import refuse_mixed
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
+from paceline.torch_seams.trees import learn_mapping
 from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches
@@ -110,6 +111,7 @@ class Training(TrainedModels, Generic[L]):
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
         trial: Callable[[nn.Module], Any] | None = None
+        learn_mapping(example)
         if example is not None:
             trial = partial(self._try_forward, batch=example)
             if loss is not None:
