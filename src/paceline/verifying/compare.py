@@ -28,8 +28,6 @@ from torch import Tensor
 FACTORS = {"fp64": 100.0, "fp32": 20.0, "bf16": 8.0, "fp16": 8.0}
 # The smallest relative step of the type that a forward computes in.
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
-# The start of a note on a difference that equals the right tensor of another rank.
-ANOTHERS_PART = "it is the part of rank"
 # Bits of the significand of narrower types, and the bits that a sum of a few such numbers may take.
 _SIGNIFICANDS = {"bf16": (8, 16), "fp16": (11, 13), "fp32": (24, 14)}
 _FP32_DIGITS = 24

@@ -9,7 +9,6 @@ from __future__ import annotations
 from paceline.phrases import name_ranks, name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying.case import Case, Explained, near, show_size
-from paceline.verifying.compare import ANOTHERS_PART
 from paceline.verifying.forward_cause import explain_settings, find_parent
 from paceline.verifying.settings import FUNCTIONS, OPTIMIZER
 
@@ -28,7 +27,6 @@ def explain(case: Case) -> Explained | None:
     for each in (
         _explain_absent,
         _explain_rounding,
-        _explain_anothers,
         _explain_partial,
         _explain_factors,
         _explain_moved,
@@ -40,22 +38,6 @@ def explain(case: Case) -> Explained | None:
     if events:
         return _explain_backward(case)
     return _explain_strange(case) or _explain_parameters(case)
-
-
-def _explain_anothers(case: Case) -> Explained | None:
-    """Explain a rank that has another rank's part of a gradient."""
-    differing = case.of_kind("gradient")
-    moved = [d for d in differing if d.note.startswith(ANOTHERS_PART)]
-    if len(moved) < 0.8 * len(differing):
-        return None
-    return Explained(
-        "PL703",
-        _PLACE,
-        f"Outputs agree, but of {name_some([d.name for d in moved])} a rank has another part's gradient, "
-        f"{case.name_ranks(d.rank for d in moved)}: {moved[0].note} for rank {moved[0].rank}.",
-        "Each rank of dp_shard keeps the sum of its own chunk.",
-        "Check the order in which the reduce-scatter distributes its chunks.",
-    )
 
 
 def _explain_partial(case: Case) -> Explained | None:

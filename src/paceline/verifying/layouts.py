@@ -20,7 +20,6 @@ from paceline.recipe import Layout
 from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import (
-    ANOTHERS_PART,
     Difference,
     Noise,
     divide,
@@ -29,7 +28,7 @@ from paceline.verifying.compare import (
     measure_distance,
     share_apart,
 )
-from paceline.verifying.observe import holds, list_parts, take_part
+from paceline.verifying.observe import holds, take_part
 from paceline.verifying.reference import Reference, key_of
 from paceline.verifying.run_steps import KINDS, run_steps
 from paceline.verifying.subject import Opened, Subject
@@ -115,19 +114,12 @@ class Comparer:
             factor=find_factor(expected, tensor),
             share=share_apart(expected, tensor, self._allow(noise)),
             rounded_to=find_rounding(expected, tensor, self._scales(step)),
-            note=_compare_kinds(expected, tensor) or self._find_owner(key, owner, tensor, noise),
+            note=_compare_kinds(expected, tensor),
         )
 
     def _scales(self, step: int) -> tuple[float, ...]:
         """Return the numbers that a reduction's sum may be divided by: 1 and the global batch's weight."""
         return 1.0, self._reference.facts.numbers.get(key_of(step, "weight of the batch"), 1.0)
-
-    def _find_owner(self, key: str, owner: str, tensor: Tensor, noise: Noise) -> str:
-        """Return a note with the rank of dp_shard whose part this tensor is; empty if there is none."""
-        for place, part in enumerate(list_parts(self._trainer, owner, self._reference.tensor(key))):
-            if part.numel() and measure_distance(part, tensor) <= noise.tolerance:
-                return f"{ANOTHERS_PART} {place} of dp_shard"
-        return ""
 
     def finish(self) -> Compared:
         """Add tensors that the reference has and this layout never showed; return everything in order."""

@@ -93,17 +93,6 @@ def _find_placement(trainer: Trainer) -> Any:
     return getattr(trainer._updates["model"], "placement", None)
 
 
-def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
-    """Return the parts of a whole tensor on this rank's dp_shard ranks, in order; [] if each has all."""
-    placement, mesh = _find_placement(trainer), trainer._updates["model"]._mesh
-    if placement is None or mesh is None or mesh.dp_shard.size == 1:
-        return []
-    split = placement.splits.get(name)
-    whole = whole if split is None else split.take(whole, mesh.axes[split.axis].rank)
-    rows = list(torch.chunk(whole, mesh.dp_shard.size, dim=0))
-    return rows + [whole[:0]] * (mesh.dp_shard.size - len(rows))
-
-
 def is_whole(trainer: Trainer, name: str) -> bool:
     """Return whether all ranks of tp hold the same part of a parameter or buffer as this rank."""
     placement = _find_placement(trainer)
