@@ -106,7 +106,7 @@ dp_replicate = "auto"
 [checkpoint]
 every = 1000
 """
-LIMIT_S = 240
+LIMIT_S = 400
 
 
 def paceline(env: dict[str, str], folder: Path, *words: str) -> str:
