@@ -39,6 +39,15 @@ def _list_pages(app: Sphinx, error: Exception | None) -> None:
         Path(app.outdir, "llms.txt").write_text("\n".join(["# Paceline", "", *lines, ""]), encoding="utf-8")
 
 
+def _mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Mark an indented block after an empty line as code, in place."""
+    for at in range(len(lines) - 1, 1, -1):
+        before = next((line for line in reversed(lines[:at]) if line.strip()), " ")
+        if lines[at].startswith("    ") and not lines[at - 1].strip() and not before.startswith(" "):
+            lines[at:at] = ["::", ""]
+
+
 def setup(app: Sphinx) -> None:
     """Connect to Sphinx's events."""
+    app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     app.connect("build-finished", _list_pages)

@@ -74,9 +74,7 @@ class Loop(Training[LoopLoader]):
         dtype: of the parameters, `"fp32"` or `"fp64"`. Autocast and scaler belong to the loop.
         on_nonfinite: `"skip"`: if the gradient is not finite, `p.grad` is `None` after the inner loop, so an
             optimizer leaves weights and state alone. `"keep"`: it stays, for a `GradScaler`.
-        tp_plan, experts, shard, ddp, reduction, microbatch_size, seed, compile, ema, max_skipped_in_a_row,
-            keep, checkpoint_mode, checkpoint_copies, asynchronous_saves, max_failed_saves, sinks,
-            tokens_per_sample, peak_flops: as for `Trainer`.
+        others: as for `Trainer`.
 
     Raises:
         PacelineError: PL400 to PL429 for invalid arguments, PL646 for what only `Trainer` can do, PL647 for
@@ -467,8 +465,7 @@ def parallelize(
 
     Args:
         model: a module; rank 0's weights are broadcast.
-        layout, example, forward, weight, means, tp_plan, experts, shard, ddp, dtype, reduction,
-            microbatch_size, seed, compile, on_nonfinite: as for `Loop`.
+        others: as for `Loop`.
 
     Returns:
         A `Loop` without an optimizer. Its steps come from `own`, `split`, `step` or `loader`; `resume` and
