@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 project = "Paceline"
@@ -39,6 +40,14 @@ def _list_pages(app: Sphinx, error: Exception | None) -> None:
         Path(app.outdir, "llms.txt").write_text("\n".join(["# Paceline", "", *lines, ""]), encoding="utf-8")
 
 
+def _drop_folders(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Keep only the text of links to folders, which have no page."""
+    for link in list(doctree.findall(nodes.reference)):
+        place = Path(app.srcdir, name).parent / str(link.get("refuri", "")).removeprefix("#")
+        if str(link.get("refuri", "")).startswith("#") and place.resolve().is_dir():
+            link.replace_self(link.children)
+
+
 def _mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Mark an indented block after an empty line as code, in place."""
     for at in range(len(lines) - 1, 1, -1):
@@ -49,5 +58,6 @@ def _mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, 
 
 def setup(app: Sphinx) -> None:
     """Connect to Sphinx's events."""
+    app.connect("doctree-resolved", _drop_folders)
     app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     app.connect("build-finished", _list_pages)

@@ -1,4 +1,4 @@
-"""Write the generated documents: recipe.md, codes.md, files.md and tables/ of docs/.
+"""Write the generated documents: recipe.md, commands.md, codes.md, files.md and tables/ of docs/.
 
 recipe.md comes from the schema's docstrings, codes.md from the pages, the tables that layouts.md quotes from
 the rules and the arithmetic, and files.md from the layer test and the modules' docstrings.
@@ -8,6 +8,7 @@ python docs/generate.py
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -20,6 +21,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from paceline.cli.main import build_parser
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.plan.memory import plan_memory, plan_recipe_memory
@@ -63,6 +65,7 @@ def generate() -> dict[str, str]:
     """The text of every generated page, by its file name in docs/."""
     return {
         "recipe.md": "\n".join(_recipe_page()),
+        "commands.md": "\n".join(_commands_page()),
         "codes.md": "\n".join(_codes_page()),
         "lint.md": "\n".join(_lint_page()),
         "files.md": "\n".join(_files_page()),
@@ -187,6 +190,34 @@ LAYOUTS = (
     "dp_shard=4 tp=2",
     "tp=8",
 )
+
+
+def _commands_page() -> Iterator[str]:
+    yield NOTE.format(source="the parser in src/paceline/cli")
+    yield "\n# Every option of a command\n"
+    yield "`paceline help COMMAND` prints them too. `run` and `profile` also take [torchrun's flags](run.md)."
+    yield from _list_options(build_parser(), "paceline")
+
+
+def _list_options(parser: argparse.ArgumentParser, words: str) -> Iterator[str]:
+    own = [group._group_actions for group in parser._action_groups if group.title == "paceline's own flags"]
+    actions = own[0] if own else parser._actions  # torchrun's depend on torch
+    below = [each for each in actions if isinstance(each, argparse._SubParsersAction)]
+    rows = [each for each in actions if each.help and each not in below and each.dest != "help"]
+    if rows:
+        yield f"\n## `{words}`\n"
+        yield "| option | effect |"
+        yield "|---|---|"
+    for each in rows:
+        if each.help != argparse.SUPPRESS:
+            values = each.metavar if isinstance(each.metavar, str) else "|".join(map(str, each.choices or ()))
+            name = " ".join(filter(None, (", ".join(each.option_strings) or None, values))) or each.dest
+            text = str(each.help) % {"default": each.default, "prog": parser.prog}
+            text = re.sub(r"\b\w+\.json\b", r"`\g<0>`", text)
+            yield f"| `{_cell(name)}` | {_cell(text).replace('<', '&lt;')} |"
+    for each in below:
+        for name, command in each.choices.items():
+            yield from _list_options(command, f"{words} {name}")
 
 
 def _memory_table() -> Iterator[str]:

@@ -227,3 +227,9 @@ def test_the_changelog_speaks_of_a_code_once() -> None:
     released = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
     codes = re.findall(r"PL\d{3}", released)
     assert sorted(code for code in set(codes) if codes.count(code) > 1) == []
+
+
+def test_each_public_name_is_on_a_page() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
+    names = [name for name in paceline.__all__ if not name.startswith("_")]
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
