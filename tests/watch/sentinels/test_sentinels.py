@@ -15,7 +15,7 @@ from paceline.watch.launcher.clock import Stillness
 from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.protocol.report import Fact, Verdict
 from paceline.watch.protocol.wire import from_json, to_json
-from paceline.watch.reasoning.sentinels.book import FactBook
+from paceline.watch.reasoning.sentinels.book import FactBook, Proof, explain
 from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from tests.watch.sentinels.healthy import HEALTHY
 from tests.watch.sentinels.planted import ADVISED, PLANTED
@@ -140,3 +140,11 @@ def test_facts_reach_other_nodes_and_one_node_reports() -> None:
             book.note(other, [fact])
     assert [verdict.code for verdict in books[0].read()] == ["PL020"]
     assert books[1].read() == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [((1,), "has weights of its own"), ((0, 1), "have weights of their own")]
+)
+def test_several_ranks_are_a_plural(ranks: tuple[int, ...], words: str) -> None:
+    place = explain(Proof("PL826", "the weights differ", ranks, (), "has weights of its own")).places[0]
+    assert place.what == words

@@ -95,11 +95,15 @@ class FactBook:
 def explain(proof: Proof) -> Verdict:
     """Return the verdict on a mistake; the job goes on."""
     page = read_pages()[proof.code]
+    what = proof.what
+    if len(proof.ranks) > 1:
+        verb, _, rest = what.partition(" ")
+        what = f"{'have' if verb == 'has' else verb.removesuffix('s')} {rest.replace('its own', 'their own')}"
     has_rule = proof.code < "PL100"
     return Verdict(
         code=proof.code,
         headline=f"{proof.saw}: {page.title[0].lower()}{page.title[1:]}",
-        places=(SharedPlace(proof.ranks, proof.what, proof.frames),),
+        places=(SharedPlace(proof.ranks, what.rstrip(), proof.frames),),
         rule=page.why,
         fix=page.fix,
         more=("`paceline lint` looks for this before a run.",) if has_rule else (),
