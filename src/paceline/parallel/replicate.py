@@ -191,9 +191,9 @@ class Replica:
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
             self._show_graph()
-        if apart:
-            # DDP's next forward waits for all ranks, to order its buckets. In a step, ranks may wait for each
-            # other inside of that forward.
+            # DDP's next forward orders its buckets, which waits for all ranks and moves the gradients that
+            # there are: neither must happen in a step, where ranks may wait for each other inside of that
+            # forward, and a gradient that has moved looks like one that backward has added to.
             with self._ddp.no_sync():
                 self._ddp(_zero_loss(self.trained))
         self._averaging_hook = comm_hook
