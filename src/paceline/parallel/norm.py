@@ -69,7 +69,7 @@ def _add_own_squares(gradients: Named, placement: Placement, device: torch.devic
     counted = [gradient for gradient in counted if gradient.numel()]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return get_total_norm(counted).to(device).double().square()
+    return get_total_norm(counted).to(device, non_blocking=True).double().square()
 
 
 def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,8 +82,8 @@ def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: tor
     if not present:
         return torch.zeros((), device=device)
     if len(present) == len(gradients):
-        return get_total_norm(present).to(device)
-    norms = iter(norm.to(device) for norm in measure_norms(present))
+        return get_total_norm(present).to(device, non_blocking=True)
+    norms = iter(norm.to(device, non_blocking=True) for norm in measure_norms(present))
     zero = torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([zero if gradient is None else next(norms) for gradient in gradients])
     norm: Tensor = torch.linalg.vector_norm(stacked)
@@ -100,7 +100,8 @@ def _add_rows(
     """Return the sum of squares in an order that only tp may change."""
     # A weight on several stages counts on the first of them.
     counted = [g if placement.is_on_first_stage(name) else None for name, g in gradients]
-    rows = [_measure_rows(g, p, device).to(device) for g, p in zip(counted, parameters, strict=True)]
+    measured = [_measure_rows(g, p, device) for g, p in zip(counted, parameters, strict=True)]
+    rows = [row.to(device, non_blocking=True) for row in measured]  # those of offloaded gradients
     if mesh is not None and mesh.dp_shard.size > 1:
         # Replaces the rows of a shard that a rank has; a whole tensor has all of its rows already.
         shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]

@@ -11,6 +11,7 @@ Which parameters got a gradient travels with the sums, as one number per paramet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -45,6 +46,7 @@ class StageSum:
         self._cuts_each = shards is not None and shards.zero > 1 and not ranks.is_exact
         self._sum = GradientSum(ranks, self._pack, cuts_each=self._cuts_each)
         self._none: Gradients = [None] * len(self._parameters)
+        self._used = [False] * len(self._parameters)
         self._num_leaves = 0
         self._num_left = 0
 
@@ -60,6 +62,7 @@ class StageSum:
             num_owned: per data rank, the number of microbatches that it computes.
         """
         self._num_leaves = sum(num_owned)
+        self._used = [False] * len(self._parameters)
         self._num_left = max(num_owned, default=0) if self._cuts_each else num_owned[self._dp.rank]
         self._sum.begin(num_owned)
 
@@ -71,6 +74,7 @@ class StageSum:
     def put(self, index: int, gradients: Gradients) -> None:
         """Add the gradients of a microbatch, by its number in the global batch, to the sum."""
         self._num_left -= 1
+        self._used = [used or g is not None for used, g in zip(self._used, gradients, strict=True)]
         if self._parameters:
             self._sum.add(index, gradients)
 
@@ -113,7 +117,9 @@ class StageSum:
                     view_as(part, parameter)
                     for part, parameter in zip(torch.split(row[: sum(lengths)], lengths), like, strict=True)
                 ]
-            for place, part, count in zip(places, parts, row[-len(places) :].tolist(), strict=True):
+            # Only for a parameter that this rank has not used does it wait for the device, to ask the others.
+            counts = [1] if all(self._used[n] for n in places) else row[-len(places) :].tolist()
+            for place, part, count in zip(places, parts, itertools.cycle(counts)):
                 found[place] = part if count else None
         return found
 
@@ -129,9 +135,9 @@ class StageSum:
         vectors = []
         for places in self._list_places():
             like, own = [self._parameters[n] for n in places], [gradients[n] for n in places]
-            used = torch.tensor(
-                [float(g is not None) for g in own], dtype=like[0].dtype, device=like[0].device
-            )
+            used = torch.ones(len(own), dtype=like[0].dtype, device=like[0].device)
+            for place in (place for place, gradient in enumerate(own) if gradient is None):
+                used[place].fill_(0)  # a copy from the host would wait
             if self._shards is None:
                 vectors.append(torch.cat([*map(flatten, own, like), used]))
                 continue

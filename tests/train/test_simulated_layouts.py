@@ -1,0 +1,121 @@
+"""Steps of every layout on a simulated GPU: no devices are mixed, and the host waits once per step.
+
+Backward and its hooks are torch's own: DDP's buckets, FSDP's gathers, stages. `ep` is left out: the rows that
+its ranks exchange follow from numbers, and this GPU has none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import paceline
+from paceline.models.gpt import Gpt
+from paceline.recipe.schema import GptModel
+from tests.dist.simulated_gpu import simulated_gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:Please use the new API")
+
+THE_WAIT = {"train/agreement.py:wait": 1}
+# FSDP copies a gradient to the CPU at once if others follow, or if a hook reads it there.
+OFFLOADING = {"torch_seams/fsdp.py:run"}
+FAST: dict[str, Any] = {"reduction": "fast"}
+FP16: dict[str, Any] = {"reduction": "fast", "dtype": "fp16"}
+INT8: dict[str, Any] = {"compress": {"kind": "int8"}}
+
+QUICK = [
+    ("dp_replicate=2", {}),
+    ("dp_replicate=2", FP16),
+    ("dp_shard=2", {}),
+    ("pp=2 dp_shard=2 zero=2", FAST),
+    ("cp=2 tp=2", FAST),
+]
+SLOW = [
+    ("dp_replicate=2", FAST),
+    ("dp_replicate=2", INT8),
+    ("dp_shard=2 zero=1", {}),
+    ("dp_shard=2 zero=2", FP16),
+    ("dp_shard=2", FAST),
+    ("dp_shard=2 offload=cpu", {}),
+    ("dp_shard=2 offload=cpu", FP16),
+    ("dp_replicate=2 dp_shard=2", {}),
+    ("dp_replicate=2 dp_shard=2 zero=2", FAST),
+    ("tp=2", {}),
+    ("tp=2 sequence=true", FAST),
+    ("tp=2 dp_shard=2 recompute=block", {}),
+    ("tp=2 dp_replicate=2 recompute=selective", FAST),
+    ("cp=2 cp_by=gather", {}),
+    ("cp=2 cp_by=heads dp_replicate=2", FAST),
+    ("cp=2 dp_shard=2", {}),
+    ("pp=2", FP16),
+    ("pp=2 schedule=zbv", {}),
+    ("pp=2 dp_replicate=2", {}),
+    ("pp=2 dp_shard=2", {}),
+    ("pp=2 tp=2", {}),
+    ("pp=2 cp=2", FAST),
+    ("pp=2 tp=2 dp_shard=2", FAST),
+]
+
+
+def token_losses(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    targets = batch["targets"].flatten()
+    return functional.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
+
+
+def list_waits(layout: str, rank: int, num_ranks: int, settings: dict[str, Any]) -> list[Counter[str]]:
+    """Return the places at which each step of a small GPT waits, with their counts."""
+    found = []
+    with simulated_gpu(num_ranks, rank) as waits:
+        trainer = paceline.Trainer(
+            Gpt(GptModel(kind="gpt", layers=4 if "pp" in layout else 1, hidden=16, heads=4), 32, 8),
+            forward=lambda model, batch: model(batch["ids"]),
+            loss=token_losses,
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+            layout=layout,
+            microbatch_size=2,
+            clip_norm=1.0,
+            example={"ids": torch.zeros(2, 8, dtype=torch.int64)},
+            **settings,
+        )
+        sample = dict.fromkeys(("ids", "targets"), torch.zeros(8, dtype=torch.int64))
+        for share in trainer.loader([sample] * 36, global_batch_size=12, pin_memory=False):
+            waits.places.clear()
+            step = trainer.step(share)
+            assert step.skipped is None
+            assert step.grad_norm >= 0
+            found.append(Counter(waits.places))
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())) or "exact",
+)
+def test_a_step_of_a_layout_waits_for_the_device_once(layout: str, settings: dict[str, Any]) -> None:
+    num_ranks = paceline.recipe.layout.Layout.parse(layout).fewest_ranks
+    for rank in (0, num_ranks - 1) if "pp" in layout else (num_ranks - 1,):
+        _, _, last = list_waits(
+            layout, rank, num_ranks, settings
+        )  # the first two count operations, and learn forms
+        for place in OFFLOADING if "offload" in layout else ():
+            del last[place]
+        assert last == THE_WAIT, rank
+
+
+def test_a_gpu_never_takes_a_parameter_beside_the_cpu() -> None:
+    """The simulation sees what it is for."""
+    with simulated_gpu():
+        here, there = torch.zeros(2), torch.zeros(2, device="cuda")
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.cat([here, there])
+        leaf = torch.zeros(2, device="cuda", requires_grad=True)
+        (leaf * 2).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.device.type == "cuda"
