@@ -37,5 +37,6 @@ def test_all_layouts_are_the_same_as_one_process(
     assert {result.status for result in verified.results} == {"ok"}, list(map(str, verified.findings))
     worst = max(verified.results, key=lambda result: result.worst_noise)
     assert worst.worst_noise < 20, f"{worst.layout}: the margin of the tolerance is gone"
-    for layout, result in zip(legal, verified.results, strict=True):
-        assert result.same_bits == (reduction == "exact" and layout.keeps_bits) or num_ranks == 1
+    if reduction == "exact":
+        kept = zip(legal, verified.results, strict=True)
+        assert all(result.same_bits for layout, result in kept if layout.keeps_bits)
