@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
-from collections.abc import Mapping
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +79,7 @@ def read_status() -> dict[Key, Status]:
 
 def read_entries(*, has_frames: bool) -> list[FlightEntry]:
     """Return all recorded entries, oldest first; takes 15 us per entry."""
-    with without_inductor() if has_frames else nullcontext():
+    with _beside_captures(), without_inductor() if has_frames else nullcontext():
         dumps = [(source, dump(True, has_frames, False)) for source, dump in list_dumps()]
     return [
         _build_entry(source, raw)
@@ -85,6 +87,26 @@ def read_entries(*, has_frames: bool) -> list[FlightEntry]:
         for raw in _load(data).get("entries", ())
         if not raw.get("is_p2p", False)  # `operations` records them, for all backends.
     ]
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let this thread ask for events of CUDA while another one records a graph, as torch's own watchdog does.
+
+    Otherwise the recording would fail, as the recorder asks whether each collective has ended.
+    """
+    torch, runtime = sys.modules.get("torch"), None
+    mode = ctypes.byref(ctypes.c_int(1))  # cudaStreamCaptureModeThreadLocal; then the mode that it replaces
+    if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
+        with suppress(OSError):  # a build that has the library elsewhere
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    if runtime is not None:
+        runtime.cudaThreadExchangeStreamCaptureMode(mode)
+    try:
+        yield
+    finally:
+        if runtime is not None:
+            runtime.cudaThreadExchangeStreamCaptureMode(mode)
 
 
 def _load(data: bytes) -> dict[str, Any]:
