@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -108,7 +109,8 @@ def _row(section: str, name: str, field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         default = "needed"
     else:
-        default = "" if field.default is None else f"`{format_value(field.default)}`"
+        is_plain = field.default is not None and not isinstance(field.default, BaseModel)
+        default = f"`{format_value(field.default)}`" if is_plain else ""
     described = _type(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
     meaning = _one_line(field.description or "")
     if argument := _ARGUMENTS.get(f"{section}.{name}"):
@@ -127,6 +129,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(f"`{format_value(part)}`" for part in parts)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in parts if part is not type(None))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     if origin is list:
         return f"list of {_type(parts[0])}"
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]

@@ -8,6 +8,7 @@ divides the ranks of these into groups of neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -51,12 +52,17 @@ class Mesh:
         expert_replicas: the data ranks that hold the same experts; those of `replicas` without ep.
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
+        group: all ranks of the mesh.
         device: that this rank computes on.
         device_mesh: torch's mesh, with one dimension per axis of several ranks, of the same name.
     """
 
-    def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
+    def __init__(
+        self, layout: Layout, device_mesh: DeviceMesh, world: World, group: dist.ProcessGroup
+    ) -> None:
         self.layout = layout
+        self.group = group
+        self._ranks = dist.get_process_group_ranks(group)
         self._spare = world.spare_groups
         self._made = world.groups
         self._rank = world.rank
@@ -123,13 +129,13 @@ class Mesh:
 
     def _group(self, name: str, axes: tuple[str, ...]) -> Axis:
         """Return the ranks that differ from this one along these axes only; make a group if there is none."""
-        return self._find_group(
-            name, next(ranks for ranks in self.layout.list_groups(axes) if self._rank in ranks)
-        )
+        places = next(places for places in self.layout.list_groups(axes) if self.group.rank() in places)
+        return self._find_group(name, [self._ranks[place] for place in places])
 
     def _divide_ep(self, name: str, *axes: str) -> Axis:
         """Return the ranks of ep that differ from this one along these axes only."""
-        places = {rank: self.layout.find_place(rank) for rank in dist.get_process_group_ranks(self.ep.group)}
+        members = dist.get_process_group_ranks(self.ep.group)
+        places = {rank: self.layout.find_place(self._ranks.index(rank)) for rank in members}
         kept = [axis for axis in self.layout.degrees if axis not in axes]
         own = places[self._rank]
         return self._find_group(
@@ -139,29 +145,50 @@ class Mesh:
     def _find_group(self, name: str, ranks: list[int]) -> Axis:
         """Return an axis of these ranks, which include this one; make a group if there is none."""
         known = {tuple(dist.get_process_group_ranks(axis.group)): axis.group for axis in self.axes.values()}
-        if tuple(ranks) not in known and tuple(ranks) not in self._made:
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            self._made[tuple(ranks)] = group
-        group = known.get(tuple(ranks)) or self._made[tuple(ranks)]
+        group = known.get(tuple(ranks)) or _make_group(ranks, self._made)
         return Axis(name, len(ranks), ranks.index(self._rank), group)
 
 
-def build_mesh(layout: Layout, world: World) -> Mesh:
+def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
     """Return the mesh of all ranks; all must call it, in the same order as other calls that make groups.
 
     Meshes of the same degrees share their groups.
 
+    Args:
+        layout: of the ranks of a mesh.
+        world: all ranks.
+        num_blocks: equal blocks of consecutive ranks, each of which is a mesh of its own.
+
     Raises:
         PacelineError: PL113 if the product of the degrees is not the number of ranks.
     """
-    layout = layout.resolve(world.world_size)
-    degrees = tuple(layout.degrees.values())
+    layout = layout.resolve(world.world_size // num_blocks)
+    degrees = (num_blocks, *layout.degrees.values())
+    several = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
     if degrees not in world.device_meshes:
-        several = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+        named = ({"block": num_blocks} if num_blocks > 1 else {}) | several
         world.device_meshes[degrees] = init_device_mesh(
-            world.device.type, tuple(several.values()), mesh_dim_names=tuple(several)
+            world.device.type, tuple(named.values()), mesh_dim_names=tuple(named)
         )
-    return Mesh(layout, world.device_meshes[degrees], world)
+    device_mesh, group = world.device_meshes[degrees], dist.group.WORLD
+    if num_blocks > 1:
+        device_mesh, first = device_mesh[tuple(several)], world.rank - world.rank % layout.num_ranks
+        group = _make_group(range(first, first + layout.num_ranks), world.groups)
+    assert group is not None
+    return Mesh(layout, device_mesh, world, group)
+
+
+def join_blocks(world: World, num_blocks: int) -> dist.ProcessGroup:
+    """Return the group of the ranks with this one's place in equal blocks of ranks; collective."""
+    size = world.world_size // num_blocks
+    return _make_group(range(world.rank % size, world.world_size, size), world.groups)
+
+
+def _make_group(ranks: Sequence[int], made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return a group of these ranks, which include this one; make it if there is none."""
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[tuple(ranks)]
 
 
 def _read_axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -15,6 +15,7 @@ from paceline.recipe import load_recipe
 FOLDER = Path(__file__).parents[2] / "recipes"
 MODELS = {
     "gpt-stdlib": "Gpt",
+    "gpt-islands": "Gpt",
     "moe-stdlib": "MoeGpt",
     "encoder-dropout": "Encoder",
     "resnet-digits": "Resnet",

@@ -105,20 +105,20 @@ def owned_microbatches(
         num_microbatches: of the global batch.
         world_size: the ranks that share it.
         rank: one of these.
-        num_slots: where gradients are compressed, the number of slots, a multiple or a divisor of
-            `world_size`. Microbatches are distributed over slots as above. A rank computes those of its
-            slots, or if several ranks share a slot, these are distributed over them as above.
-        turns: as in `Share`, without slots.
+        num_slots: where gradients are compressed, the number of slots, or that of islands: a multiple or a
+            divisor of `world_size`. Microbatches are distributed over slots as above. A rank computes those
+            of its slots, or if several ranks share a slot, these are distributed over them as above.
+        turns: as in `Share`; of the ranks that share a slot.
     """
     assert num_microbatches >= 0, num_microbatches
     assert 0 <= rank < world_size, (rank, world_size)
-    if turns > 1:
+    if turns > 1 and num_slots is None:
         return list_numbers(count_owned(num_microbatches, world_size), turns, rank)
     if num_slots is not None and num_slots < world_size:
         sharing = world_size // num_slots
         block = owned_microbatches(num_microbatches, num_slots, rank // sharing)
-        own = owned_microbatches(len(block), sharing, rank % sharing)
-        return range(block.start + own.start, block.start + own.stop)
+        own = owned_microbatches(len(block), sharing, rank % sharing, turns=turns)
+        return range(block.start + own.start, block.start + own.stop, own.step)
     if num_slots is not None:
         per_rank = num_slots // world_size
         first = owned_microbatches(num_microbatches, num_slots, rank * per_rank)

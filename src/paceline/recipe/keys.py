@@ -79,6 +79,7 @@ SETTINGS = (
         may_change="the checkpoint has the number of slots, and compares it",
         names=("compress.slots",),
     ),
+    RecipeKey("islands", names=("islands",)),
     RecipeKey("shard.reshard_after_forward", may_change="memory and speed only"),
     RecipeKey("shard.prefetch", may_change="memory and speed only"),
     RecipeKey("loader", may_change="speed only"),

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from paceline.errors import PacelineError
 from paceline.recipe.compress import CompressSection as CompressSection
+from paceline.recipe.islands import IslandsSection as IslandsSection
 from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import ElasticSection as ElasticSection
@@ -516,6 +517,7 @@ class Recipe(Section):
     shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
     compress: CompressSection = CompressSection()
+    islands: IslandsSection = IslandsSection()
     loader: LoaderSection = LoaderSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
@@ -552,6 +554,8 @@ class Recipe(Section):
                 "Set optimizer.kind to 'sgd' or 'adamw'.",
             )
         self._check_capacity()
+        if self.train.steps is not None and (parts := self.islands.find_broken(self.train.steps)):
+            raise broken_rule(*parts)
         if self.train.steps is not None and self.compress.after_steps >= self.train.steps:
             raise broken_rule(
                 "PL962",

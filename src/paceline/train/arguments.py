@@ -18,6 +18,7 @@ from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import SETTINGS, Layout
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
+from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.sinks.sink import Sink, build_sinks
 from paceline.train.building import (
@@ -79,6 +80,7 @@ class Arguments:
     seed: int
     ddp: DdpSection | Mapping[str, Any] | None
     compress: CompressSection | Mapping[str, Any] | None
+    islands: IslandsSection | Mapping[str, Any] | None
     comm_hook: tuple[Any, CommHook] | None
     sync_batchnorm: bool
     compile: bool
@@ -160,6 +162,18 @@ class Arguments:
         if isinstance(self.compress, CompressSection):
             return self.compress
         return validate_section("compress", CompressSection, self.compress or {})
+
+    @property
+    def has_compression(self) -> bool:
+        """Whether gradients are compressed."""
+        return self._compress_section.kind != "none"
+
+    @cached_property
+    def islands_section(self) -> IslandsSection:
+        """The settings of the islands; one island by default."""
+        if isinstance(self.islands, IslandsSection):
+            return self.islands
+        return validate_section("islands", IslandsSection, self.islands or {})
 
     def lay_out(
         self,
@@ -250,8 +264,10 @@ class Arguments:
     def _list_settings(self, layout: Layout) -> list[RunSetting]:
         compress = self.choose_compression(layout)
         chosen = {} if compress is None else asdict(compress)
+        islands = self.islands_section.model_dump() if self.islands_section.count > 1 else {}
         return [
             *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),
+            *(RunSetting(f"islands.{key}", value, is_kept=True) for key, value in islands.items()),
             RunSetting("compress.links", self._compress_section.links),
             RunSetting("layout", layout),
             *(

@@ -195,8 +195,9 @@ class Copies:
             return
         held = self.hold()
         held.read()
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, held.describe())
+        assert self._mesh is not None
+        gathered: list[Any] = [None] * self._mesh.group.size()
+        dist.all_gather_object(gathered, held.describe(), group=self._mesh.group)
         error = find_difference(dict(enumerate(gathered)))
         if error is not None:
             error.on_every_rank = True
@@ -210,7 +211,8 @@ class Copies:
         held = HeldCopies(self._name)
         if not self._has_copies or not is_comparing():
             return held
-        rank = dist.get_rank()
+        assert self._mesh is not None
+        rank = self._mesh.group.rank()
         ranks_by_kind = {
             kind: next(ranks for ranks in self._holders(kind) if rank in ranks)
             for kind in (_WHOLE, _CUT, _EXPERTS)

@@ -21,6 +21,7 @@ from paceline.parallel.objective import Objective
 from paceline.seeds import derive_seed
 from paceline.train.batches import weigh
 from paceline.train.global_loss import GlobalLoss, make_whole
+from paceline.train.island_ranks import IslandRanks
 from paceline.train.loaders import TrainerLoader
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
@@ -66,6 +67,7 @@ class Pass:
         precision: dtype and device.
         seed: of the generators.
         requests: signals that this rank received.
+        islands: of the run; the runner is then that of a block of ranks.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class Pass:
     precision: Precision
     seed: int
     requests: StopRequests
+    islands: IslandRanks | None = None
 
     def run(self, loader: TrainerLoader, objective: Objective[Any]) -> Iterator[tuple[int, Share, list[Any]]]:
         """Run an objective on all samples; collective. The caller's modes and generators are kept between.
@@ -94,7 +97,8 @@ class Pass:
             if self.mesh is not None and share.digests and not first:
                 check_same_samples(loader, share, all_ranks())
             with torch.no_grad(), _evaluating(self.model), preserved_generators(self.precision.device):
-                results = self.runner.evaluate(objective, share, partial(_derive_seed_of, self.seed, first))
+                own = share if self.islands is None else self.islands.within(share)
+                results = self.runner.evaluate(objective, own, partial(_derive_seed_of, self.seed, first))
             yield first, share, results
             first += share.num_microbatches
 

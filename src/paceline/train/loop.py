@@ -18,6 +18,7 @@ from paceline.errors import PacelineError
 from paceline.parallel.order import Settings
 from paceline.parallel.shard.whole import split_groups
 from paceline.recipe import Layout
+from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments
@@ -25,6 +26,7 @@ from paceline.train.batches import check_same_batch, count_samples, cut_samples
 from paceline.train.building import call_model, check_numbers, check_several
 from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import explain_arguments, open_models
+from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
 from paceline.train.own_loader import LoopLoader
@@ -96,6 +98,7 @@ class Loop(Training[LoopLoader]):
         experts: Mapping[str, bool] | None = None,
         shard: ShardSection | Mapping[str, Any] | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
+        islands: IslandsSection | Mapping[str, Any] | None = None,
         dtype: str = "fp32",
         reduction: str = "exact",
         microbatch_size: int | None = None,
@@ -147,6 +150,14 @@ class Loop(Training[LoopLoader]):
             )
         if self._is_several:
             check_several(layout)
+        count = self._given.islands_section.count
+        if count > layout.degrees["dp_replicate"]:
+            raise PacelineError(
+                "PL670",
+                saw=f"islands.count={count} with layout {layout} and paceline.Loop.",
+                rule="Islands take turns on a rank, and a loop of your own has one optimizer.step() for all.",
+                fix=f"Start {count} ranks or more, or use paceline.Trainer.",
+            )
 
     def _lay_out(self, trial: Callable[[nn.Module], Any] | None) -> Settings:
         return replace(super()._lay_out(trial), keeps_gradients=True)
@@ -208,14 +219,15 @@ class Loop(Training[LoopLoader]):
         Raises:
             PacelineError: PL419 if ranks bring the same samples, PL668 if those of tp or cp do not.
         """
+        refuse_own_batch(self._islands)
         share = self._raw_batches.share(batch, microbatch_size or self.microbatch_size)
         self._saver.has_raw_batches = True
         return self.open(share)
 
     def _share_out(self, num_microbatches: int) -> tuple[range, tuple[int, ...]]:
         rank, size = (0, 1) if self._dp is None else (self._dp.rank, self._dp.size)
-        own = owned_microbatches(num_microbatches, size, rank, turns=self.turns)
-        return own, count_owned(num_microbatches, size)
+        own = owned_microbatches(num_microbatches, size, rank, self.num_slots, self.turns)
+        return own, count_owned(num_microbatches, size, self.num_slots)
 
     def open(self, share: Share, *, is_numbered: bool = False) -> LoopStep:
         """Return the next step, of a share of a global batch."""
@@ -334,11 +346,15 @@ class Loop(Training[LoopLoader]):
             left_out,
             self._is_keeping,
         )
+        count, island = 1, 0
+        if self._islands is not None:
+            count, [island] = self._islands.ranks.section.count, self._islands.ranks.own
+            [share] = self._islands.ranks.cut(share)
         return self.update.begin(
             share,
             None,
             step=self.step_number,
-            phase=number,
+            phase=number * count + island,
             stop_signum=self._requests.signum,
             settings=self._settings,
             own=own,
@@ -350,7 +366,8 @@ class Loop(Training[LoopLoader]):
         if self._first_pass is not None:
             self._first_pass.begin_later()
             return None
-        self._first_pass = FirstPass(self.model, self._statistics, self._dp)
+        dp = None if self._inner_mesh is None else self._inner_mesh.dp
+        self._first_pass = FirstPass(self.model, self._statistics, dp)
         return self._first_pass
 
     def end_pass(self, work: Work, *, is_first: bool) -> Updated:
@@ -367,14 +384,14 @@ class Loop(Training[LoopLoader]):
         if not is_first:
             self._first_pass.end_later(self.step_number)
         done = self.update.finish(work, self.update.runner.waited_s)
-        self._stop_signum = self._stop_signum or done.stop_signum
+        self._note_stop(done.stop_signum)
         return done
 
     def record(
         self, share: Share, done: Updated, *, lr: float, comm_s: float, values: Mapping[str, float]
     ) -> None:
         """Record a step that has ended."""
-        self._end_step(share, {"model": done}, lr=lr, comm_s=comm_s, values=values)
+        self._end_step(share, self._join_turns([{"model": done}]), lr=lr, comm_s=comm_s, values=values)
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a microbatch's mean loss."""
@@ -412,7 +429,7 @@ class Loop(Training[LoopLoader]):
                 whole_steps[optimizer] = update.whole_steps
                 if self._is_layout_alone:
                     whole_steps[optimizer] = build_whole_steps(
-                        optimizer, self.model, update.placement, self._mesh
+                        optimizer, self.model, update.placement, self._inner_mesh
                     )
                 elif optimizer not in list_parts(update.optimizer) and not any(
                     group is other for group in groups for other in update.optimizer.param_groups

@@ -240,7 +240,7 @@ class LoopStep:
                             if first is not None:
                                 first.end_microbatch()
                     if first is not None:
-                        first.end(self._share)
+                        first.end(work.share)
                     done = loop.end_pass(work, is_first=first is not None)
                 finally:
                     self._round = self._work = None

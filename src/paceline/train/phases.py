@@ -77,7 +77,7 @@ class Phases:
 
     @contextmanager
     def running(
-        self, share: Share, step: int, requests: StopRequests, settings: StepSettings
+        self, share: Share, step: int, requests: StopRequests, settings: StepSettings, island: int = 0
     ) -> Iterator[None]:
         """Start a step, and note in `is_running` that one runs.
 
@@ -85,9 +85,10 @@ class Phases:
             share: this rank's microbatches.
             step, settings: as for `Update.run`.
             requests: signals that this rank received.
+            island: number of this rank's island, whose random numbers differ from those of others.
         """
         self._step = _StepInput(share, step, requests, settings)
-        self._num_done, self._done = 0, {}
+        self._num_done, self._done = island, {}
         self.stop_signum, self.comm_s = 0, 0.0
         self.is_running = True
         try:

@@ -245,8 +245,9 @@ class Probe:
         halves = self._cut(share)
         if not self._is_divided:
             return halves
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, halves is not None)
+        assert self._mesh is not None
+        found = [False] * self._mesh.group.size()
+        dist.all_gather_object(found, halves is not None, group=self._mesh.group)
         return halves if all(found) else None
 
     def _cut(self, share: Share) -> Halves | None:

@@ -120,6 +120,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         else None,
         ddp=settled.recipe.ddp,
         compress=settled.recipe.compress,
+        islands=settled.recipe.islands,
         tokens_per_sample=data.tokens_per_sample,
         recipe_toml=dump_recipe(recipe),
         **read_arguments(recipe),
@@ -152,6 +153,8 @@ def count_steps(recipe: Recipe, num_samples: int) -> int:
         return recipe.train.steps
     assert recipe.train.epochs is not None
     num_steps = recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
+    if parts := recipe.islands.find_broken(num_steps):
+        raise PacelineError(parts[0], saw=parts[1], rule=parts[2], fix=parts[3])
     if recipe.compress.after_steps and recipe.compress.after_steps >= num_steps:
         raise PacelineError(
             "PL962",
@@ -263,7 +266,8 @@ class _RecipeRun:
     def gather_model(self) -> nn.Module:
         """Return the trained model as a plain module, complete on rank 0; collective."""
         layout = self._trainer.layout
-        if not layout.divides_model and layout.num_sample_parts == 1:
+        has_islands = self._recipe.islands.count > 1  # whose BatchNorm statistics differ
+        if not layout.divides_model and layout.num_sample_parts == 1 and not has_islands:
             return self._trainer.model  # any other forward is one of several ranks
         plain = build_model(self._recipe, self._data)
         self._trainer.gather_into(plain)
@@ -309,6 +313,8 @@ class _RecipeRun:
         self._steps.append(step)
         if self._reporter is not None:
             self._reporter.step(step, self._last_step, self._data.tokens_per_sample)
+        if self._has_ended():
+            self._trainer.synchronize()
         if self._has_ended() or _is_due(step.number, self._recipe.train.eval_every):
             self._evaluate()
         if self._has_ended() or _is_due(step.number, self._recipe.checkpoint.every):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.recipe.layout import Layout
 from paceline.train.average import Average, build_averages, no_average_error
+from paceline.train.islands import Islands
 from paceline.train.update import GradientHook, Update
 from paceline.world import World
 
@@ -25,6 +26,8 @@ class TrainedModels:
         layout: resolved.
         ema: decay of averages of weights, see `Trainer`.
     """
+
+    _islands: Islands | None = None
 
     def __init__(
         self,
@@ -94,11 +97,16 @@ class TrainedModels:
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
-        for name, tensor in named:
-            whole = self.whole(name, tensor.detach(), model)
-            if self.world.is_main:
-                found[name] = whole.to("cpu", copy=True)
+        with self._whole_islands():
+            for name, tensor in named:
+                whole = self.whole(name, tensor.detach(), model)
+                if self.world.is_main:
+                    found[name] = whole.to("cpu", copy=True)
         return found
+
+    def _whole_islands(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that all islands share."""
+        return nullcontext() if self._islands is None else self._islands.whole()
 
     def gather_into(self, plain: nn.Module, model: str = "model") -> None:
         """Put the trained weights into a plain module of the same kind, on rank 0; collective.

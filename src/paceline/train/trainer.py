@@ -13,6 +13,7 @@ from paceline.generators import preserved_generators
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
+from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments, missing_loss_error
@@ -26,6 +27,7 @@ from paceline.train.building import (
 )
 from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import explain_arguments, open_models
+from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.phases import Phases
 from paceline.train.probe import explain_single_sample
@@ -79,7 +81,7 @@ class Trainer(Training[TrainerLoader]):
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
-        ddp, compress: of sums and compression, as the recipe's sections of these names.
+        ddp, compress, islands: as the recipe's sections of these names, for example `islands={"count": 2}`.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
@@ -127,6 +129,7 @@ class Trainer(Training[TrainerLoader]):
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
         compress: CompressSection | Mapping[str, Any] | None = None,
+        islands: IslandsSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,
@@ -152,7 +155,7 @@ class Trainer(Training[TrainerLoader]):
         self._phases = Phases(
             self.models,
             self._updates,
-            self._mesh,
+            self._inner_mesh,
             self._statistics,
             self._precision,
             global_loss=self._global_loss,
@@ -179,10 +182,12 @@ class Trainer(Training[TrainerLoader]):
         if isinstance(batch, Share):
             share = batch
         else:
+            refuse_own_batch(self._islands)
             share = self._raw_batches.share(batch, self.microbatch_size)
             self._saver.has_raw_batches = True
         self._begin_step(share)
         lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
+        comm_s = 0.0
 
         def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
             objective = Objective(lambda batch: loss(self.models, batch), weigh, has_output=False)
@@ -192,15 +197,19 @@ class Trainer(Training[TrainerLoader]):
             preserved_generators(self.world.device),  # microbatches seed them; the user's draws go on
             self._memory.explained(share),
             explain_single_sample(share),
-            self._phases.running(share, self.step_number, self._requests, self._settings),
         ):
-            if self._given.step is None:
-                self._phases.run("model", self._objective())
-            else:
-                self._given.step(update)
-        done = self._phases.end()
-        self._stop_signum = self._stop_signum or self._phases.stop_signum
-        return self._end_step(share, done, lr=lr, comm_s=self._phases.comm_s)
+            turns: list[dict[str, Updated]] = []
+            for island, part in self._take_turns(share):
+                with self._phases.running(part, self.step_number, self._requests, self._settings, island):
+                    if self._given.step is None:
+                        self._phases.run("model", self._objective())
+                    else:
+                        self._given.step(update)
+                turns.append(self._phases.end())
+                comm_s += self._phases.comm_s
+        done = self._join_turns(turns)
+        self._note_stop(self._phases.stop_signum)
+        return self._end_step(share, done, lr=lr, comm_s=comm_s)
 
     def _hand_out(self, loader: TrainerLoader) -> TrainerLoader:
         return loader

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import nn
 
+from paceline.comm.buckets import broadcast_tensors
 from paceline.data.loader import Loader
 from paceline.data.share import Share
-from paceline.mesh import build_mesh
+from paceline.mesh import build_mesh, join_blocks
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Trial
 from paceline.parallel.order import Settings
+from paceline.parallel.placement import local
 from paceline.parallel.shard.shards import refuse_mixed
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
@@ -31,6 +34,8 @@ from paceline.train.building import UpdateSettings, build_model, build_updates, 
 from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
 from paceline.train.foreign import explain_arguments
 from paceline.train.global_loss import GlobalLoss
+from paceline.train.island_ranks import place_islands, refuse_own_batch
+from paceline.train.islands import Exchanged, Islands
 from paceline.train.loaders import TrainerLoader
 from paceline.train.memory import MemoryErrors
 from paceline.train.own_loader import LoopLoader, open_loader
@@ -91,6 +96,7 @@ class Training(TrainedModels, Generic[L]):
         self.step_number = self.num_samples = 0
         self._precision = Precision(given.dtype, world.device)
         self._check_layout()
+        self._placed = placed = place_islands(given, self.layout, world.rank)
         if given.reduction == "exact":
             world.pin_threads(1)
             world.switch_on_determinism()
@@ -108,8 +114,14 @@ class Training(TrainedModels, Generic[L]):
             for name, each in built.items():
                 texts |= describe_model(name, each.model)
             check_same_settings(texts, ranks)
+        # Of all ranks, which share out samples; and of those that share one model, which islands make fewer.
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
+        self._inner_mesh, joined = self._mesh, None
+        if placed is not None and placed.num_blocks > 1:
+            is_alone = placed.layout.num_ranks == 1
+            self._inner_mesh = None if is_alone else build_mesh(placed.layout, world, placed.num_blocks)
+            joined = join_blocks(world, placed.num_blocks)
         trial: Callable[[nn.Module], Any] | None = None
         learn_mapping(example)
         if example is not None:
@@ -118,11 +130,13 @@ class Training(TrainedModels, Generic[L]):
                 trial = Trial(trial, partial(self._try_loss, batch=example))
         laying_out = self._lay_out(trial)
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
+        if placed is not None:
+            self.num_slots = placed.section.count
         self.turns = self.layout.count_turns(
             is_exact=laying_out.exact, is_compressed=laying_out.compress is not None
         )
         settings = UpdateSettings(
-            mesh=self._mesh,
+            mesh=self._inner_mesh,
             precision=self._precision,
             statistics=self._statistics,
             laying_out=laying_out,
@@ -130,7 +144,12 @@ class Training(TrainedModels, Generic[L]):
             clip_norm=given.clip_norm,
             seed=given.seed,
         )
-        updates = build_updates(built, given.optimizers, settings, world.world_size)
+        updates = build_updates(built, given.optimizers, settings, laying_out.layout.num_ranks)
+        self._islands: Islands | None = None
+        if placed is not None:
+            [update] = updates.values()
+            broadcast_tensors(map(local, chain(update.model.parameters(), update.model.buffers())), joined)
+            self._islands = Islands(placed, update, joined, is_main=world.is_main, device=world.device)
         models = {name: each.model for name, each in built.items()}
         super().__init__(world, models, updates, self.layout, given.ema)
         self._start_run(laying_out.ddp.bucket_cap_mb)
@@ -141,7 +160,7 @@ class Training(TrainedModels, Generic[L]):
         self._given.check_together(self.layout)
 
     def _lay_out(self, trial: Callable[[nn.Module], Any] | None) -> Settings:
-        return self._given.lay_out(self.layout, trial)
+        return self._given.lay_out(self.layout if self._placed is None else self._placed.layout, trial)
 
     def _start_run(self, bucket_cap_mb: float) -> None:
         """Set up everything that accompanies steps: state, metrics, data, signals."""
@@ -162,6 +181,7 @@ class Training(TrainedModels, Generic[L]):
             recipe_toml=given.recipe_toml,
             bucket_cap_mb=bucket_cap_mb,
             settings=given.describe_for_resume(self.layout, self._updates),
+            islands=self._islands,
         )
         self._saver.tracked.add(name_averages(self.averages))
         self._global_loss: GlobalLoss | None = None
@@ -176,7 +196,9 @@ class Training(TrainedModels, Generic[L]):
         self._last_loss = math.nan
         self._best: Best | None = None
         self._source: Loader | None = None
-        self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
+        self._settings = StepSettings(
+            self._inner_mesh.group if self._inner_mesh else None, self._describe_settings
+        )
         self._raw_batches = RawBatches(self._dp, self.world.device)
         self._requests = StopRequests()
         self._stop_signum = 0
@@ -234,6 +256,11 @@ class Training(TrainedModels, Generic[L]):
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
             raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
+        if shard == "mine":
+            refuse_own_batch(self._islands)
+        if self._placed is not None and shuffle is not False:
+            ends = epochs is not None and not drop_last
+            self._placed.check_batches(dataset, global_batch_size, size, is_whole=ends)
         name = name or f"loader{len(self._loaders)}"
         settings |= {"shard": shard, "name": name, "microbatch_size": size, "seed": self._given.seed}
         loader = TrainerLoader(self, data, dp=self._dp, others=self._loaders, **settings)
@@ -371,6 +398,8 @@ class Training(TrainedModels, Generic[L]):
             share,
         )
         self.step_number += 1
+        if self._islands is not None:
+            self._islands.begin_step(self.step_number)
 
     def _end_step(
         self,
@@ -382,6 +411,8 @@ class Training(TrainedModels, Generic[L]):
         values: Mapping[str, float] | None = None,
     ) -> Step:
         """Move the data's position behind a step, and record it."""
+        if self._islands is not None:
+            values = {**(values or {}), **self._end_period(is_last=self._count_steps() == self.step_number)}
         update_averages(self.averages, done)
         if share.source is not None:
             share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
@@ -405,6 +436,46 @@ class Training(TrainedModels, Generic[L]):
         )
         self._skipped.count(step)
         return step
+
+    def _take_turns(self, share: Share) -> Iterator[tuple[int, Share]]:
+        """Yield (island, its microbatches) with one island of this rank after the other in the model."""
+        if self._islands is None:
+            yield 0, share
+            return
+        parts = self._islands.ranks.cut(share)
+        for place in self._islands.turns():
+            yield self._islands.ranks.own[place], parts[place]
+
+    def _join_turns(self, turns: list[dict[str, Updated]]) -> dict[str, Updated]:
+        """Return the results of a step: of this rank's first island, or in the warm-up of all islands."""
+        if self._islands is None or not self._islands.is_split:
+            return turns[-1]
+        self._islands.note([each["model"] for each in turns])
+        return turns[0]
+
+    def _note_stop(self, signum: int) -> None:
+        """Note the signal on which ranks have agreed; islands agree only when they exchange."""
+        if self._islands is None or not self._islands.is_split:
+            self._stop_signum = self._stop_signum or signum
+
+    def _end_period(self, *, is_last: bool) -> dict[str, float]:
+        """Exchange with other islands if a period ends; return what the metrics get of it; collective."""
+        assert self._islands is not None
+        found = self._islands.end_step(self.step_number, self._requests.signum, is_last=is_last)
+        return {} if found is None else self._take_exchanged(found)
+
+    def _take_exchanged(self, found: Exchanged) -> dict[str, float]:
+        self._stop_signum = self._stop_signum or found.stop_signum
+        return {"islands_loss": found.loss}
+
+    def synchronize(self) -> None:
+        """Average the islands now, although their period has not ended; collective. See `islands=`.
+
+        Call it after the last step of a run whose length the trainer does not know. Without islands, or after
+        an exchange, it does nothing.
+        """
+        if self._islands is not None and self._islands.num_apart:
+            self._take_exchanged(self._islands.exchange(self.step_number, self._requests.signum))
 
     def _count_steps(self) -> int | None:
         """Return the number of steps of the run, if its loader counts epochs of known length."""
@@ -464,13 +535,14 @@ class Training(TrainedModels, Generic[L]):
     def _pass(self, forward: Callable[[Any, Any], Any]) -> Pass:
         seed = derive_seed(self._given.seed, "evaluate")
         runner = self._updates["model"].runner
-        return Pass(self.model, runner, forward, self._mesh, self._precision, seed, self._requests)
+        ranks = None if self._islands is None else self._islands.ranks
+        return Pass(self.model, runner, forward, self._mesh, self._precision, seed, self._requests, ranks)
 
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
         """Explain a lack of memory, and leave if some rank was asked to stop."""
         try:
-            with self._memory.explained(None):
+            with self._memory.explained(None), self._whole_islands():
                 yield
         except AskedToStopError as asked:
             self._stop_signum = asked.signum

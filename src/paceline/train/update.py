@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugates
 from paceline.torch_seams.operators import multiply_each
-from paceline.train.agreement import NUM_COPIES, Agreement, RankMessage
+from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
 from paceline.train.copies import Copies
 from paceline.train.optimizer_state import load_optimizer_state_by_name, of_another, optimizer_state_by_name
@@ -85,6 +85,17 @@ class Updated:
     sums: Tensor | None = field(default=None, repr=False, compare=False)
 
 
+class AddsIslands(Protocol):
+    """The islands of a run, see `Islands`."""
+
+    is_split: bool
+
+    def add_gradients(
+        self, gradients: Sequence[Tensor], has: Sequence[bool], agreed: Agreed
+    ) -> Agreed | None:
+        """Replace an island's gradients by the sum over all islands; return what these have agreed on."""
+
+
 class Update:
     """A model with its optimizer.
 
@@ -133,6 +144,8 @@ class Update:
         self.gradient_hooks: list[GradientHook] = []
         # Called before anything writes to weights or optimizer state, which a save may be copying.
         self.before_write: Callable[[], None] = lambda: None
+        # Where the update is that of islands: adds their gradients in the warm-up.
+        self.islands: AddsIslands | None = None
         self.runner = runner
         self.placement = placement
         self._mesh = mesh
@@ -165,6 +178,11 @@ class Update:
     def compression(self) -> Compression | None:
         """The compression of the gradients on this rank, or `None`."""
         return self.runner.compression
+
+    @property
+    def updated(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer updates, by name."""
+        return self._updated
 
     @property
     def not_updated(self) -> list[str]:
@@ -221,7 +239,7 @@ class Update:
             self._statistics.num_values + (0 if own is None else 2 * own.num_means),
             len(self._named) if runner.used is not None else 0,
             self._precision.device,
-            dist.group.WORLD if is_talking else None,
+            self._mesh.group if self._mesh is not None and is_talking else None,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
@@ -281,9 +299,13 @@ class Update:
         for name, parameter in self._named:
             parameter.requires_grad_(name not in state.get("frozen", ()))
         self._built.take(advanced, changed)
-        if self.schedule is not None and saved_schedule is not None and not moves:
+        self.load_progress(state | ({"schedule": None} if moves else {}))
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Load schedule, scaler, unit and counted operations of `state_dict`."""
+        if self.schedule is not None and state["schedule"] is not None:
             try:
-                self.schedule.load_state_dict(saved_schedule)
+                self.schedule.load_state_dict(state["schedule"])
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise of_another(
                     f"the schedule cannot load its part ({type(error).__name__}: {error})."
@@ -346,6 +368,14 @@ class Update:
             self._drop_unused(agreed.used)
         elif agreed.all_leave_out:
             self._drop_unused(self.runner.agree_on_used())
+        if self.islands is not None and not self.islands.is_split:
+            gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
+            has = [p.grad is not None for _, p in self._updated]
+            joined = self.islands.add_gradients(gradients, has, agreed)
+            if joined is None:  # another island follows, and the model is updated once
+                self._statistics.restore()
+                return Updated(math.nan, 0.0, math.nan, None, 0, comm_s)
+            agreed, norm = joined, float(self.measure_norm())
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
         scale = self._unit / weight if weight else 0.0

@@ -72,7 +72,8 @@ class WholeRunner(Runner):
         left_out = {id(parameter) for parameter in self._left_out}
         used = [id(parameter) not in left_out for parameter in self._trained]
         counts = torch.tensor(used, dtype=torch.int32, device=self._precision.device)
-        dist.all_reduce(counts)
+        assert self._mesh is not None
+        dist.all_reduce(counts, group=self._mesh.group)
         return [count > 0 for count in counts.tolist()]
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from paceline.errors import PacelineError
 from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
+from paceline.train.islands import Islands
 from paceline.train.same_settings import all_ranks
 from paceline.train.settings import Settings, name_settings
 from paceline.train.state.grace import Grace
@@ -67,6 +69,7 @@ class Saver:
         recipe_toml: the recipe to put beside the state.
         settings: those that the run's result depends on, see `settings.py`.
         bucket_cap_mb: of DistributedDataParallel.
+        islands: of the run, if any.
 
     Attributes:
         saving: makes the saves.
@@ -88,7 +91,9 @@ class Saver:
         recipe_toml: str | None,
         settings: Settings,
         bucket_cap_mb: float,
+        islands: Islands | None = None,
     ) -> None:
+        self._islands = islands
         self._world = world
         self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
@@ -148,6 +153,8 @@ class Saver:
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
         gathered = {} if is_sharded else {"residuals": gather_residuals(self._updates)}
         held = list_residuals(self._updates) if is_sharded else {}
+        if self._islands is not None:
+            gathered["islands"] = self._islands.state_dict()
 
         def describe() -> dict[str, Any]:
             start.check_folder()
@@ -155,14 +162,15 @@ class Saver:
             return state | {"hooks": hooks, "tracked": self.tracked.loaded} | gathered
 
         state = replace(self._list_state(describe), residuals=held)
-        return self.saving.save(
-            folder,
-            counters["step"],
-            state,
-            self._describe(start),
-            start.history.note_commit,
-            start.choose_write(self.saving.mode),
-        )
+        with nullcontext() if self._islands is None else self._islands.whole():
+            return self.saving.save(
+                folder,
+                counters["step"],
+                state,
+                self._describe(start),
+                start.history.note_commit,
+                start.choose_write(self.saving.mode),
+            )
 
     def end_step(self) -> SaveTimes:
         """Wait until the state of the step before is copied; after the first step, get memory ready.
@@ -232,7 +240,8 @@ class Saver:
             return needed.find_part(names, shape) or parts.find_part(names, shape)
 
         def cut(names: Names, whole: Tensor) -> Tensor:
-            return parts.cut(names, whole) if needed.needs(names) else torch.empty(0)
+            is_needed = needed.needs(names) and (self._islands is None or self._islands.needs(names))
+            return parts.cut(names, whole) if is_needed else torch.empty(0)
 
         tree = load_on_main(self._world, read, cut, find_part, folder / CHECKPOINTS)
         start.resume_rows()
@@ -248,6 +257,8 @@ class Saver:
             update.load(
                 tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
             )
+        if self._islands is not None:
+            self._islands.load(state["islands"])
         restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
         needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
