@@ -216,7 +216,11 @@ def test_what_islands_cannot_have_is_refused(
     assert words in str(raised.value)
 
 
-def test_batches_that_islands_cannot_share_are_refused() -> None:
+def test_batches_that_islands_cannot_share_are_refused(ranks: Pool) -> None:
+    ranks.run(refuse_batches, nproc=1)
+
+
+def refuse_batches(world: Any) -> None:
     trainer = build()
     for size, epochs in ((12, None), (16, 1)):
         with pytest.raises(PacelineError, match="PL672"):
@@ -225,4 +229,3 @@ def test_batches_that_islands_cannot_share_are_refused() -> None:
         trainer.step(SAMPLES[:16])
     with pytest.raises(PacelineError, match="PL672"):
         trainer.loader(SAMPLES, global_batch_size=16, shard="mine")
-    trainer.close()
