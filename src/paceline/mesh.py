@@ -163,10 +163,12 @@ def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
         PacelineError: PL113 if the product of the degrees is not the number of ranks.
     """
     layout = layout.resolve(world.world_size // num_blocks)
-    degrees = (num_blocks, *layout.degrees.values())
     several = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+    # Blocks lie along dp_replicate. Groups of a mesh of all ranks are theirs too, if no block has replicas.
+    outer = "block" if "dp_replicate" in several else "dp_replicate"
+    named = {outer: num_blocks} | several if num_blocks > 1 else several
+    degrees = tuple(named.items())
     if degrees not in world.device_meshes:
-        named = ({"block": num_blocks} if num_blocks > 1 else {}) | several
         world.device_meshes[degrees] = init_device_mesh(
             world.device.type, tuple(named.values()), mesh_dim_names=tuple(named)
         )

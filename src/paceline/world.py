@@ -102,7 +102,7 @@ class World:
     seed: int
     deterministic: bool
     threads_per_rank: int | Literal["auto"] = "auto"
-    device_meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    device_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict, repr=False)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
     has_failed: bool = False
