@@ -95,7 +95,9 @@ def test_the_table_of_settings_names_what_a_recipe_and_a_trainer_share() -> None
 
 @pytest.mark.usefixtures("_started")
 def test_every_argument_is_compared_or_known_not_to_be() -> None:
-    given = build(compress={"kind": "bf16", "slots": 2}, islands={"count": 2}).describe_for_ranks(Layout().resolve(2))
+    given = build(compress={"kind": "bf16", "slots": 2}, islands={"count": 2}).describe_for_ranks(
+        Layout().resolve(2)
+    )
     compared = {name.partition(".")[0] for name in given}
     names = {field.name.replace("recipe_toml", "recipe") for field in fields(Arguments)}
     assert names - compared == NOT_LISTED

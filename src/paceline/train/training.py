@@ -258,9 +258,9 @@ class Training(TrainedModels, Generic[L]):
             raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         if shard == "mine":
             refuse_own_batch(self._islands)
-        if self._placed is not None and shuffle is not False:
-            ends = epochs is not None and not drop_last
-            self._placed.check_batches(dataset, global_batch_size, size, is_whole=ends)
+        if self._placed is not None and settings.get("shuffle") is not False:
+            ends = epochs is not None and not settings.get("drop_last")
+            self._placed.check_batches(data, global_batch_size, size, is_whole=ends)
         name = name or f"loader{len(self._loaders)}"
         settings |= {"shard": shard, "name": name, "microbatch_size": size, "seed": self._given.seed}
         loader = TrainerLoader(self, data, dp=self._dp, others=self._loaders, **settings)
