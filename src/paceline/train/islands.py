@@ -36,6 +36,7 @@ from paceline.comm.exchange import Exchange
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.memory.limits import Gauge
 from paceline.parallel.placement import lay_out_like, local
@@ -174,11 +175,15 @@ class Islands:
 
     # Turns
 
-    def turns(self) -> Iterator[int]:
+    def take_turns(self, share: Share) -> Iterator[tuple[int, Share]]:
+        """Yield (island, its microbatches) of each own island, while that is in the model."""
+        yield from zip(self._turns(), self.ranks.cut(share), strict=True)
+
+    def _turns(self) -> Iterator[int]:
         """Put one own island after the other into the model; after the last one the first is there again."""
-        for place, island in enumerate(self._own):
+        for island in self._own:
             self._enter(island)
-            yield place
+            yield island
         self._enter(self._own[0])
 
     def _enter(self, island: int) -> None:
@@ -222,12 +227,15 @@ class Islands:
 
     # Periods
 
-    def note(self, done: Sequence[Updated]) -> None:
-        """Note the results of a step of each own island."""
-        for island, each in zip(self._own, done, strict=True) if self.is_split else ():
+    def join_turns(self, done: Sequence[dict[str, Updated]]) -> dict[str, Updated]:
+        """Return the results of a step: of this rank's first island, or in the warm-up of all islands."""
+        if not self.is_split:
+            return done[-1]
+        for island, each in zip(self._own, (each["model"] for each in done), strict=True):
             if math.isfinite(each.loss):
                 self._sums[island][0] += each.loss * each.weight
                 self._sums[island][1] += each.weight
+        return done[0]
 
     def end_step(self, step: int, signum: int, *, is_last: bool) -> Exchanged | None:
         """End a step of all own islands; exchange if a period ends, and else return `None`; collective.
@@ -360,8 +368,7 @@ class Islands:
             return {}
         assert self._outer is not None
         islands = {}
-        for place in self.turns():
-            island = self._own[place]
+        for island in self._turns():
             optimizer = self._update.optimizer_state() if island else None
             islands[str(island)] = {
                 "weights": self._join(p.detach() for _, p in self._named),
@@ -422,8 +429,7 @@ class Islands:
         assert self._outer is not None
         for target, value in zip(self._global_statistics, state["statistics"], strict=True):
             target.copy_(value)
-        for place in self.turns():
-            island = self._own[place]
+        for island in self._turns():
             saved = state["islands"][str(island)]
             _copy(self._tensors, self._cut(saved["weights"]))
             for name, buffer in self._model.named_buffers():

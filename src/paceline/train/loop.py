@@ -391,7 +391,9 @@ class Loop(Training[LoopLoader]):
         self, share: Share, done: Updated, *, lr: float, comm_s: float, values: Mapping[str, float]
     ) -> None:
         """Record a step that has ended."""
-        self._end_step(share, self._join_turns([{"model": done}]), lr=lr, comm_s=comm_s, values=values)
+        if self._islands is not None:
+            self._islands.join_turns([{"model": done}])
+        self._end_step(share, {"model": done}, lr=lr, comm_s=comm_s, values=values)
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a microbatch's mean loss."""

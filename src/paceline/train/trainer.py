@@ -199,7 +199,7 @@ class Trainer(Training[TrainerLoader]):
             explain_single_sample(share),
         ):
             turns: list[dict[str, Updated]] = []
-            for island, part in self._take_turns(share):
+            for island, part in [(0, share)] if self._islands is None else self._islands.take_turns(share):
                 with self._phases.running(part, self.step_number, self._requests, self._settings, island):
                     if self._given.step is None:
                         self._phases.run("model", self._objective())
@@ -207,7 +207,7 @@ class Trainer(Training[TrainerLoader]):
                         self._given.step(update)
                 turns.append(self._phases.end())
                 comm_s += self._phases.comm_s
-        done = self._join_turns(turns)
+        done = turns[0] if self._islands is None else self._islands.join_turns(turns)
         self._note_stop(self._phases.stop_signum)
         return self._end_step(share, done, lr=lr, comm_s=comm_s)
 

@@ -437,22 +437,6 @@ class Training(TrainedModels, Generic[L]):
         self._skipped.count(step)
         return step
 
-    def _take_turns(self, share: Share) -> Iterator[tuple[int, Share]]:
-        """Yield (island, its microbatches) with one island of this rank after the other in the model."""
-        if self._islands is None:
-            yield 0, share
-            return
-        parts = self._islands.ranks.cut(share)
-        for place in self._islands.turns():
-            yield self._islands.ranks.own[place], parts[place]
-
-    def _join_turns(self, turns: list[dict[str, Updated]]) -> dict[str, Updated]:
-        """Return the results of a step: of this rank's first island, or in the warm-up of all islands."""
-        if self._islands is None or not self._islands.is_split:
-            return turns[-1]
-        self._islands.note([each["model"] for each in turns])
-        return turns[0]
-
     def _note_stop(self, signum: int) -> None:
         """Note the signal on which ranks have agreed; islands agree only when they exchange."""
         if self._islands is None or not self._islands.is_split:
