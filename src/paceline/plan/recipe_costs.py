@@ -75,6 +75,9 @@ def _list_remarks(recipe: Recipe) -> Iterator[str]:
     if recipe.compress.kind != "none":
         kind = recipe.compress.kind
         yield f"compress.kind={kind} is planned as whole gradients: sums take less time, and memory more"
+    if recipe.islands.count > 1:
+        count, every = recipe.islands.count, recipe.islands.every
+        yield f"{count} islands are planned as plain training: they sum every {every} steps, and need memory"
     if recipe.train.reduction == "exact":
         yield "the exact reduction is planned as two sums; no published run has it"
     if recipe.optimizer.kind == "muon":
