@@ -95,7 +95,7 @@ def test_built_in_recipes_are_listed_printed_and_found_by_name(
         assert text == (REPOSITORY / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
         assert load_recipe(name) == load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
     assert main(["recipes", "nothing"]) == 2
-    assert "There are encoder-dropout, gpt-stdlib" in capsys.readouterr().err
+    assert "There are encoder-dropout, gpt-islands, gpt-stdlib" in capsys.readouterr().err
     with pytest.raises(PacelineError, match="PL120"):
         load_recipe("nothing")
 
