@@ -229,3 +229,16 @@ def refuse_batches(world: Any) -> None:
         trainer.step(SAMPLES[:16])
     with pytest.raises(PacelineError, match="PL672"):
         trainer.loader(SAMPLES, global_batch_size=16, shard="mine")
+
+
+def test_verify_refuses_islands_by_name() -> None:
+    """Each island has weights of its own between exchanges, which a comparison by step would call a fault."""
+    with pytest.raises(PacelineError, match="PL743"):
+        paceline.verify(
+            build_model,
+            lambda step: SAMPLES[:16],
+            loss=loss_of,
+            layouts=["dp_replicate=2"],
+            optimizer=build_optimizer,
+            islands={"count": 2},
+        )

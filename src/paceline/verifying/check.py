@@ -19,6 +19,7 @@ from paceline.launching.local import check_launch, launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
 from paceline.recipe import Layout, Recipe
+from paceline.recipe.islands import IslandsSection
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS, Noise, divide
@@ -258,7 +259,8 @@ def verify_subject(
     """Compare layouts of a subject with one process; see `verify_recipe`.
 
     Raises:
-        PacelineError: PL720 without layouts or steps, PL722 if the reference cannot be repeated.
+        PacelineError: PL720 without layouts or steps, PL743 with islands, PL722 if the reference
+            cannot be repeated.
     """
     _check(subject, layouts)
     subject, on_compression = settle_slots(subject, layouts)
@@ -480,6 +482,18 @@ def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
             saw=f"steps={subject.num_steps!r}.",
             rule="At least one step is compared.",
             fix="Leave it out for 3 steps; the third shows the effects of the first two.",
+        )
+    given: Any = subject.settings.get("islands") if isinstance(subject, UserSubject) else None
+    if isinstance(subject, RecipeSubject):
+        given = subject.recipe.islands
+    section = given if isinstance(given, IslandsSection) else IslandsSection(**(given or {}))
+    if section.count > 1:
+        raise PacelineError(
+            "PL743",
+            saw=f"islands.count={section.count}.",
+            rule="Gradients and weights are compared after every step, and those of each island differ.",
+            fix="Verify with islands.count=1. To compare islands, train on 1 rank and on several, and "
+            "compare `paceline checkpoint hash` of both runs.",
         )
     if not layouts:
         raise PacelineError(
