@@ -5,7 +5,6 @@ step-00000050                a committed checkpoint
                              the checkpoint of that step wherever `step-00000050` is not there
 corrupt-step-00000050        found broken when the run came to that step again; kept for a look
 .tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
-failed-step-00000050         two starts failed after its load; kept for a look (`train/state/failures.py`)
 .lock                        held by the process that is saving
 """
 
@@ -21,7 +20,6 @@ CHECKPOINTS = "checkpoints"
 FULL, SHARDED = "full", "sharded"
 CONTENTS = (FULL, SHARDED)
 LOCK = ".lock"
-FAILED = "failed-"
 REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 

@@ -556,7 +556,7 @@ class Training(TrainedModels, Generic[L]):
         self._requests.remove()
         for update in self._updates.values():
             update.close()
-        self._saver.close(self.step_number)
+        self._saver.close()
         self._records.close()
         refuse_mixed(self.world.error)
 

@@ -17,7 +17,6 @@ from paceline.finding import Finding
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.state.apart import count_copies, find_apart, warn_of_single_copies, write_apart
 from paceline.train.state.disks import find_disks
-from paceline.train.state.failures import Failures
 from paceline.train.state.follow import SharedRows
 from paceline.train.state.history import History
 from paceline.train.state.same_model import check_one_run
@@ -45,7 +44,6 @@ class RunStart:
         newest: the checkpoint that it goes on from, as this rank names it; `None` for a new run.
         run_id: the run, from its first start on; rank 0's counts.
         generation: number of this start; rank 0's counts.
-        failures: of the run's starts.
         history: of the run's checkpoints.
 
     Raises:
@@ -65,8 +63,6 @@ class RunStart:
         checkpoints = CheckpointFolder(folder, keep=keep)
         # Where nodes have disks of their own, else `None`.
         self._rows = None if disks.is_common else SharedRows(world, disks, folder)
-        self.failures = Failures(world, disks, checkpoints)
-        self.failures.settle()
         self.newest: Path | None = None
         self._apart_step = 0
         if not disks.is_common and (found := find_apart(world, disks, checkpoints, copies=self._copies)):

@@ -263,17 +263,10 @@ class Saver:
         needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
-        start.failures.begin(counters["step"])
         return counters
 
-    def close(self, step: int) -> None:
-        """Wait for writers to finish, and note the error that ends this rank.
-
-        Args:
-            step: number of the last complete step.
-        """
-        if self._start is not None:
-            self._start.failures.note(step + 1, self._world.error)
+    def close(self) -> None:
+        """Wait for writers to finish."""
         self.saving.close()
 
     def check_loader(self, loader: Loader) -> None:
