@@ -275,10 +275,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: reseal(path, b'"step": 1', b'"step": ' + b"[" * 100_000),
         "RecursionError",
     ),
-    "holders of nothing": (
-        lambda path: seal(path, holders={"absent": ["node1"]}),
-        "holders of files that it does not list",
-    ),
     "a manifest elsewhere": (
         lambda path: (
             (path / FILE_NAME).rename(path.parent / "m"),

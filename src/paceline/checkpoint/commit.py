@@ -12,9 +12,6 @@ If killed before 3, the run has its former checkpoints; if killed after it, the 
 counts as a checkpoint ever holds half of one. The next save removes what a killed process leaves behind; it
 holds the lock, so it knows that no other process is writing there.
 
-Where nodes have disks of their own, each has such a folder, with a part of the files and the whole manifest,
-and counts that part as a checkpoint (`validity.is_share`).
-
 One process, rank 0, holds the lock and commits; a content (`content/`) decides who writes which files into
 the temporary folder. No function here calls a collective.
 """
@@ -45,7 +42,7 @@ from paceline.checkpoint.names import (
     list_checkpoints,
     step_name,
 )
-from paceline.checkpoint.validity import check_fits, is_share, refuse_newer, verify
+from paceline.checkpoint.validity import check_fits, is_usable, refuse_newer, verify
 from paceline.errors import PacelineError
 from paceline.units import format_bytes
 
@@ -168,7 +165,7 @@ class Commits:
         try:
             aside = self._make_room(final)
             findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
-            if not is_share(findings):
+            if not is_usable(findings):
                 raise OSError(errno.EIO, findings[0].saw)
             self.refuse_older()
             files.rename(tmp, final)
@@ -192,7 +189,7 @@ class Commits:
             self._discard(replaced)
         findings = verify(final)
         refuse_newer(findings)
-        if is_share(findings):
+        if is_usable(findings):
             files.rename(final, replaced)
             return replaced
         corrupt, count = final.with_name(f"corrupt-{final.name}"), 1
@@ -241,7 +238,7 @@ class Commits:
             elif step == saved:
                 num_valid += 1
             elif step < saved:
-                num_valid += is_share(verify(path, read_all=False))
+                num_valid += is_usable(verify(path, read_all=False))
             else:
                 num_valid += self._is_valid(path)
 
@@ -249,7 +246,7 @@ class Commits:
         look = note_state(path)
         if self._seen_valid.get(path) == look:
             return True
-        valid = is_share(verify(path))
+        valid = is_usable(verify(path))
         if valid:
             self._seen_valid[path] = look
         return valid

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from paceline.checkpoint.hashed import FileRecord
 from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"
-# Version 2 added the content "sharded", version 3 the holders. What an older version can hold is written as
-# that version.
-FORMAT_VERSION = 3
+# Version 2 added the content "sharded". What an older version can hold is written as that version.
+FORMAT_VERSION = 2
 _FULL_SINCE, _SHARDED_SINCE = 1, 2
 # The names of files that Paceline makes. Nothing else is ever opened, whatever a manifest names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -41,18 +40,15 @@ class Manifest:
         files: name to size and hash, of every other file.
         identity: what could change the run's last bits: versions, device, threads (`identity.py`).
         content: how the tensors are stored (`content/`): `"full"` or `"sharded"`.
-        holders: where nodes have disks of their own: names of files to names of the disks that were given
-            them; empty where all files are in one folder.
     """
 
     step: int
     files: dict[str, FileRecord]
     identity: dict[str, Any]
     content: str = "full"
-    holders: dict[str, list[str]] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return a digest by which to compare checkpoints on different disks."""
+        """Return a digest by which ranks compare what they see."""
         return hashlib.sha256(dump_manifest(self)).hexdigest()
 
 
@@ -81,15 +77,12 @@ def dump_manifest(manifest: Manifest, *, format_version: int | None = None) -> b
     """
     if format_version is None:
         format_version = _FULL_SINCE if manifest.content == "full" else _SHARDED_SINCE
-        if manifest.holders:
-            format_version = FORMAT_VERSION
     table = {
         "format_version": format_version,
         "step": manifest.step,
         "content": manifest.content,
         "identity": manifest.identity,
         "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
-        **({"holders": dict(sorted(manifest.holders.items()))} if manifest.holders else {}),
         "manifest_sha256": _ZEROS,
     }
     text = json.dumps(table, indent=2, allow_nan=False).encode() + b"\n"
@@ -137,10 +130,7 @@ def parse_manifest(text: bytes) -> Manifest:
         table = json.loads(text, object_pairs_hook=_refuse_duplicates)
         if table["format_version"] > FORMAT_VERSION:
             raise NewerFormatError(table["format_version"])
-        holders = {name: [str(disk) for disk in disks] for name, disks in table.get("holders", {}).items()}
         files = {name: _parse_record(name, record) for name, record in table["files"].items()}
-        if not holders.keys() <= files.keys():
-            raise ValueError("it has holders of files that it does not list")
         identity = dict(table["identity"])
         if not isinstance(identity.get("run", ""), str):
             raise ValueError(f"the run is {identity['run']!r:.60}")
@@ -150,7 +140,6 @@ def parse_manifest(text: bytes) -> Manifest:
             files=files,
             identity=identity,
             content=str(table["content"]),
-            holders=holders,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadManifestError(f"is not a valid manifest ({type(error).__name__}: {error})") from None

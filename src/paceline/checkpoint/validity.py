@@ -18,12 +18,9 @@ from paceline.checkpoint.manifest import (
 from paceline.checkpoint.names import CONTENTS, step_of
 from paceline.errors import PacelineError
 from paceline.finding import Finding
-from paceline.phrases import join
 
 # A file that is not part of the checkpoint and does not harm it.
 EXTRA_FILE = "PL505"
-# A file that other disks hold, and this one need not.
-ELSEWHERE = "PL551"
 NEWER_FORMAT = "PL504"
 _FALL_BACK = "Remove it or move it away; loading then falls back to the checkpoint before it."
 
@@ -38,8 +35,8 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
 
     Returns:
         PL500 missing file, PL501 wrong size, PL502 wrong hash, PL503 unreadable manifest, PL504 newer
-        format, PL505 an extra file, PL506 files that do not match each other, PL551 a file that only other
-        nodes have. Only PL505 leaves it usable (`is_usable`).
+        format, PL505 an extra file, PL506 files that do not match each other. Only PL505 leaves it usable
+        (`is_usable`).
     """
     try:
         manifest = read_manifest(path)
@@ -62,7 +59,7 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
 
 
 def check_hash(path: Path, manifest: Manifest, name: str) -> Finding | None:
-    """Return what is wrong with one file of a checkpoint, which is read: PL500, PL501, PL502 or PL551."""
+    """Return what is wrong with one file of a checkpoint, which is read: PL500, PL501 or PL502."""
     return _check_file(path, manifest, name, read_all=True)
 
 
@@ -121,11 +118,6 @@ def is_usable(findings: list[Finding]) -> bool:
     return all(finding.code == EXTRA_FILE for finding in findings)
 
 
-def is_share(findings: list[Finding]) -> bool:
-    """Return whether this disk has all of its files of a checkpoint, which may be a part of them."""
-    return all(finding.code in (EXTRA_FILE, ELSEWHERE) for finding in findings)
-
-
 def refuse_newer(findings: list[Finding]) -> None:
     """Raise PL504 if it is among the findings."""
     for finding in findings:
@@ -149,8 +141,6 @@ def _check_file(path: Path, manifest: Manifest, name: str, *, read_all: bool) ->
         else:
             return None
     except FileNotFoundError:
-        if holders := manifest.holders.get(name):
-            return _elsewhere(file, holders)
         code, found = "PL500", f"{name} is missing."
     except OSError as error:
         code, found = "PL500", f"{name} cannot be read ({error.strerror})."
@@ -165,16 +155,6 @@ def _newer(path: Path, version: int) -> Finding:
         f"the checkpoint is of format version {version}.",
         f"This Paceline reads versions up to {FORMAT_VERSION}.",
         "Update Paceline (pip install -U paceline), or start the run in another folder.",
-    )
-
-
-def _elsewhere(file: Path, holders: list[str]) -> Finding:
-    return Finding(
-        ELSEWHERE,
-        str(file),
-        f"{file.name} is not on this disk; it was written to the disks of {join(holders)}.",
-        "Where nodes have disks of their own, each file of a checkpoint is on some of them.",
-        "Resume the run, which fetches the file, or copy the files of these nodes into one folder.",
     )
 
 

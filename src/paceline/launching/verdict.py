@@ -33,8 +33,8 @@ from paceline.units import format_seconds
 log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 65536
-# A run that has saved finds no checkpoint, or none that is whole.
-_MISSING_FILES = ("PL550", "PL555")
+# A run that has saved finds no checkpoint.
+_MISSING_FILES = "PL550"
 # torch's words for a worker of a loader that was killed in place of its rank.
 _WORKER_KILLED = "killed by signal: Killed"
 _LOST_HERE = "It lost the connection to a peer, and no rank is known to have failed on its own."
@@ -102,7 +102,7 @@ def find_missing_files(job: Job, ranks: Ranks) -> PacelineError | None:
     """Return the error of ranks that failed because the files of other nodes are missing, if any did."""
     cause = find_cause(_collect_endings(job, ranks))
     error = None if cause is None else cause.error()
-    return error if error is not None and error.code in _MISSING_FILES else None
+    return error if error is not None and error.code == _MISSING_FILES else None
 
 
 def log_restart(job: ScriptJob, ranks: Ranks, remaining: int, news: str | None = None) -> None:

@@ -86,7 +86,6 @@ SETTINGS = (
     RecipeKey("checkpoint", may_change="what is kept, not what is computed"),
     RecipeKey("checkpoint.keep", "keep", is_local=True),
     RecipeKey("checkpoint.mode", "checkpoint_mode"),
-    RecipeKey("checkpoint.copies", "checkpoint_copies"),
     RecipeKey("checkpoint.asynchronous", "asynchronous_saves"),
     RecipeKey("checkpoint.max_failed", "max_failed_saves"),
     RecipeKey("metrics", may_change="what is written, not what is computed"),

@@ -481,14 +481,10 @@ class CheckpointSection(Section):
     """Number of checkpoints to keep on disk; the newest valid one is always kept."""
     mode: Literal["full", "sharded"] = "full"
     """Ranks that write. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its
-    share. Checkpoints of either kind load under any layout."""
-    copies: PositiveInt | Literal["auto"] = "auto"
-    """Number of disks that get each file of a checkpoint, if nodes have disks of their own. More than there
-    are is refused. `"auto"`: two, or one if there is one disk or if all nodes see the folder."""
+    share, into a folder that all of them see. Checkpoints of either kind load under any layout."""
     asynchronous: bool = False
     """Write checkpoints while training continues. During the next forward and backward, each rank copies its
-    share into memory, from which a thread writes it. If nodes have disks of their own, training waits for
-    each save."""
+    share into memory, from which a thread writes it."""
     max_failed: PositiveInt = 3
     """Number of failed saves in a row that ends the run (PL508). Fewer are reported, and training continues.
     The save at the end of a run, or when it is stopped, must succeed."""

@@ -88,7 +88,6 @@ class Arguments:
     max_skipped_in_a_row: int
     keep: int
     checkpoint_mode: Literal["full", "sharded"]
-    checkpoint_copies: int | Literal["auto"]
     asynchronous_saves: bool
     max_failed_saves: int
     sinks: str | Sink | Sequence[str | Sink]
@@ -113,7 +112,6 @@ class Arguments:
             seed=(self.seed, 0),
             max_skipped_in_a_row=(self.max_skipped_in_a_row, 1),
             keep=(self.keep, 1),
-            checkpoint_copies=(None if self.checkpoint_copies == "auto" else self.checkpoint_copies, 1),
             max_failed_saves=(self.max_failed_saves, 1),
             microbatch_size=(self.microbatch_size, 1),
             tokens_per_sample=(self.tokens_per_sample, 1),

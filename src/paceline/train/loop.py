@@ -109,7 +109,6 @@ class Loop(Training[LoopLoader]):
         max_skipped_in_a_row: int = 10,
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
-        checkpoint_copies: int | Literal["auto"] = "auto",
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
         sinks: str | Sink | Sequence[str | Sink] = (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,14 +18,12 @@ from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.seeds import derive_seed
-from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
+from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.best import Best
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
-from paceline.train.state.disks import find_disks, name_rank, raise_any
 from paceline.train.state.run_folder import claim_run_folder
-from paceline.train.state.transfer import gather, run_on_main
-from paceline.train.state.write import caught
+from paceline.train.state.transfer import run_on_main
 from paceline.train.step import Step
 from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
 from paceline.train.trainer import Trainer
@@ -201,7 +199,7 @@ def train_recipe(
         # The trainer is built later, so it closes its files first: nothing writes to an unlocked folder.
         world.on_close(lock.close)
 
-    _claim_on_each_disk(world, folder, claim)
+    run_on_main(world, claim)
     run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept, is_dry)
     run.train()
     plain = run.gather_model()
@@ -365,18 +363,3 @@ class _RecipeRun:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _claim_on_each_disk(world: World, folder: Path, claim: Callable[[], None]) -> None:
-    """Claim the run's folder on rank 0, and on the first rank of every other disk; collective."""
-    run_on_main(world, claim)
-
-    def make() -> None:
-        check_belongings(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-
-    disks = find_disks(world, folder, make)
-    with caught() as found:
-        if disks.leads and not world.is_main:
-            claim()
-    raise_any(gather(world, found.error and name_rank(world, found.error)))

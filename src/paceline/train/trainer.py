@@ -91,8 +91,6 @@ class Trainer(Training[TrainerLoader]):
         keep: checkpoints to keep.
         checkpoint_mode: `"full"`: rank 0 writes whole tensors; `"sharded"`: every rank writes its share.
             Either loads under any layout.
-        checkpoint_copies: where nodes have disks of their own, the number of disks that get each file of a
-            checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
         asynchronous_saves: write checkpoints while training goes on, from a copy of what each rank writes.
         max_failed_saves: saves in a row that the disk may refuse before PL508 ends the run.
         sinks: what gets the metrics beside `metrics.jsonl`: names (`"csv"`, `"tensorboard"`, `"wandb"`,
@@ -137,7 +135,6 @@ class Trainer(Training[TrainerLoader]):
         max_skipped_in_a_row: int = 10,
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
-        checkpoint_copies: int | Literal["auto"] = "auto",
         asynchronous_saves: bool = False,
         max_failed_saves: int = 3,
         sinks: str | Sink | Sequence[str | Sink] = (),

@@ -175,7 +175,6 @@ class Training(TrainedModels, Generic[L]):
             self._loaders,
             saving=saving,
             keep=given.keep,
-            copies=given.checkpoint_copies,
             layout=self.layout,
             reduction=given.reduction,
             recipe_toml=given.recipe_toml,
@@ -305,8 +304,8 @@ class Training(TrainedModels, Generic[L]):
         Raises:
             PacelineError: PL500 to PL531 if there are checkpoints and none can be used; PL515 if settings
                 differ, raised here, when a loader is made later, or in the first step; PL550 if the run has
-                saved and no checkpoint is found; PL319, PL552, PL553 and PL555 where nodes have disks of
-                their own.
+                saved and no checkpoint is found; PL553 for a sharded
+                checkpoint in a folder that ranks do not share.
         """
         accept = [accept] if isinstance(accept, str) else accept
         self._records.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.state.apart import warn_of_single_copies
-from paceline.train.state.disks import Disks, SharedDisk
 from paceline.train.state.grace import Grace
 from tests.train.cases import text_recipe
 
@@ -54,21 +51,6 @@ def test_nothing_is_said_where_no_limit_is_known(
     monkeypatch.delenv("PACELINE_GRACE_S", raising=False)
     Grace(is_main=True).check(1e9)
     assert caplog.records == []
-
-
-@pytest.mark.parametrize(("copies", "disks", "is_warned"), [(1, 1, False), (2, 2, False), (1, 2, True)])
-def test_one_copy_of_each_file_is_lost_with_its_node(
-    copies: int, disks: int, is_warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    found = Disks(tuple(SharedDisk((rank,), f"node{rank}") for rank in range(disks)), 0)
-    warn_of_single_copies(copies, found)
-    assert len(caplog.records) == is_warned
-    if is_warned:
-        text = caplog.records[0].getMessage()
-        assert "checkpoint.copies = 1, and the run's folder is on 2 disks (node0, node1)" in text
-        assert "A lost node is lost work" in text
-        assert text.endswith("[PL558]")
 
 
 @pytest.mark.slow

@@ -302,10 +302,9 @@ def _judge_folder(survey: Survey) -> Iterator[Finding]:
             "PL990",
             name_some(names),
             saw=f"{survey.folder} is not the folder that {survey.names[0]} sees under this name.",
-            rule="A checkpoint that one node writes must be found by the others, unless the run keeps its "
-            "files apart.",
-            fix="Mount the common file system there, or leave --folder out: runs may live on the nodes' "
-            "own disks.",
+            rule="A checkpoint that one node writes must be found by the others.",
+            fix="Mount the common file system there, or leave --folder out: rank 0's disk alone may have "
+            "whole checkpoints.",
         )
 
 

@@ -1,8 +1,8 @@
 """Keeps a run from starting again from step 1 after it has saved, whatever became of its checkpoints.
 
-After each commit the first rank of every disk notes the step: in the run's folder, and in the folder of the
-launcher that started it, which outlives its ranks. When a run resumes, all disks report what they hold and
-what they know. If nobody has a checkpoint and anybody knows of one, the run is refused.
+After each commit a rank of every node notes the step: in the run's folder, and in the folder of the launcher
+that started it, which outlives its ranks. When a run resumes, all nodes report what they hold and what they
+know. If rank 0 has no checkpoint and anybody knows of one, the run is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.errors import PacelineError
-from paceline.phrases import join, name_some
-from paceline.train.state.disks import Disks, name_rank, raise_any
-from paceline.train.state.transfer import gather
+from paceline.phrases import join
+from paceline.train.state.folder_view import FolderView
+from paceline.train.state.transfer import gather, name_rank, raise_any
 from paceline.world import World
 
 log = logging.getLogger(__name__)
@@ -30,17 +30,15 @@ NOTE = ".saved"
 
 @dataclass(frozen=True)
 class _Known:
-    """A rank's knowledge of the run; each disk is known to its first rank.
+    """A rank's knowledge of the run; each node's folder is known to one of its ranks.
 
     Attributes:
-        name: of the disk.
         host: of the rank.
         step: of the newest checkpoint there, 0 for none.
         noted: the newest step that was saved, as noted in the folder; 0 for none.
         launched: the newest step that earlier ranks of this launcher have saved; 0 for none.
     """
 
-    name: str
     host: str
     step: int
     noted: int
@@ -54,9 +52,9 @@ class _Known:
     def describe(self) -> str:
         """Return which nodes know of which step, as a clause."""
         if self.step == self.newest:
-            return f"{self.name} has a checkpoint of step {self.step}"
+            return f"{self.host} has a checkpoint of step {self.step}"
         if self.noted == self.newest:
-            return f"{self.name} noted that step {self.noted} was saved"
+            return f"{self.host} noted that step {self.noted} was saved"
         return f"the launcher on {self.host} has restarted its ranks, and they had saved step {self.launched}"
 
 
@@ -65,50 +63,46 @@ class History:
 
     Args:
         world: the ranks.
-        disks: of the run's folder.
+        view: of the run's folder.
         folder: of the run, as this rank sees it.
     """
 
-    def __init__(self, world: World, disks: Disks, folder: Path) -> None:
+    def __init__(self, world: World, view: FolderView, folder: Path) -> None:
         self._world = world
-        self._disks = disks
         self._folder = folder
+        # Rank 0, and a rank of every node that does not see its folder.
+        self._notes = world.is_main or (world.local_rank == 0 and not view.sees)
 
-    def check(self, found: int | None = None) -> None:
+    def check(self) -> None:
         """Compare what all nodes know; collective, once per resume. Sends about 100 bytes per rank.
 
-        Args:
-            found: the step that the run goes on from, 0 for none; by default the newest in the folder of
-                rank 0.
-
         Raises:
-            PacelineError: PL550 if there is no checkpoint although the run has saved one.
+            PacelineError: PL550 if rank 0 has no checkpoint although the run has saved one.
         """
         gathered = gather(self._world, self._find_known())
         raise_any(each for each in gathered if isinstance(each, PacelineError))
         known = [each for each in gathered if isinstance(each, _Known)]
         newest = max(known, key=lambda each: each.newest)
-        found = known[0].step if found is None else found
+        found = known[0].step
         if not found and newest.newest:
             raise_any([self._lost_error(known)])
         if newest.newest > found and self._world.is_main:
             log.warning(
-                "%s, and the newest checkpoint with all of its files is of step %d: the run takes the steps "
-                "since then again",
+                "%s, and the newest checkpoint here is of step %d: the run takes the steps since then again",
                 newest.describe(),
                 found,
             )
 
     def note_commit(self, step: int) -> None:
-        """Note that a step is saved, if this rank is the first of its disk or of its launcher."""
-        if self._disks.leads:
+        """Note that a step is saved, if this rank is the first of its folder or of its launcher."""
+        if self._notes:
             _write_note(self._folder / NOTE, step)
         if self._world.local_rank == 0 and (path := _launcher_note(self._folder)) is not None:
             _write_note(path, step)
 
     def _find_known(self) -> _Known | PacelineError:
         step, noted = 0, 0
-        if self._disks.leads:
+        if self._notes:
             noted = _read_note(self._folder / NOTE)[0]
             try:
                 steps = CheckpointFolder(self._folder, keep=1).steps()
@@ -117,14 +111,7 @@ class History:
             step = max(steps, default=0)
         path = _launcher_note(self._folder) if self._world.local_rank == 0 else None
         launched, pid = (0, 0) if path is None else _read_note(path)
-        host = socket.gethostname()
-        return _Known(
-            self._disks.disks[self._disks.own].name,
-            host,
-            step,
-            noted,
-            launched * (pid != os.getpid()),
-        )
+        return _Known(socket.gethostname(), step, noted, launched * (pid != os.getpid()))
 
     def _lost_error(self, known: list[_Known]) -> PacelineError:
         knowing = list(dict.fromkeys(each.describe() for each in known if each.newest))
@@ -133,10 +120,11 @@ class History:
         )
         return PacelineError(
             "PL550",
-            saw=f"There is no checkpoint in {self._folder} on "
-            f"{name_some([disk.name for disk in self._disks.disks])}, but the run has saved before: {shown}.",
+            saw=f"There is no checkpoint in {self._folder} on {known[0].host}, the node of rank 0, but the "
+            f"run has saved before: {shown}.",
             rule="A run that has saved never starts again from step 1 on its own.",
-            fix=f"Bring back the disk or the node with its checkpoints. To start over, remove "
+            fix=f"Bring back the disk or the node with its checkpoints, as the node of rank 0, or copy them "
+            f"there; better, use a folder that all nodes share. To start over, remove "
             f"{self._folder} on every node, and start the job anew.",
         )
 
@@ -156,6 +144,7 @@ def _launcher_note(folder: Path) -> Path | None:
 
 def _write_note(path: Path, step: int) -> None:
     with suppress(OSError):  # a full disk keeps no note, and the checkpoint itself is there
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps({"step": step, "pid": os.getpid()}) + "\n", encoding="utf-8")
         os.replace(partial, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
 from paceline.errors import PacelineError
 from paceline.finding import Finding
-from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
-from paceline.train.state.apart import count_copies, find_apart, warn_of_single_copies, write_apart
-from paceline.train.state.disks import find_disks
-from paceline.train.state.follow import SharedRows
+from paceline.train.belongings import OpenFolder
+from paceline.train.state.folder_view import check_view, find_view
 from paceline.train.state.history import History
 from paceline.train.state.same_model import check_one_run
-from paceline.train.state.saving import Write
 from paceline.train.state.transfer import run_on_main
 from paceline.train.state.verified import SharedVerification
 from paceline.world import World
@@ -37,7 +33,7 @@ class RunStart:
         world: the ranks.
         folder: of the run.
         keep: checkpoints to keep.
-        copies: number of disks that hold each file if nodes have disks of their own, or `"auto"`.
+        is_sharded: whether every rank writes its share.
 
     Attributes:
         folder: of the run.
@@ -50,29 +46,20 @@ class RunStart:
         PacelineError: why the run cannot go on from this folder; PL5xx.
     """
 
-    def __init__(self, world: World, folder: Path, *, keep: int, copies: int | str) -> None:
+    def __init__(self, world: World, folder: Path, *, keep: int, is_sharded: bool) -> None:
         self.folder = folder
         self.run_id, self.generation = secrets.token_hex(8), 1
         self._world, self._keep = world, keep
         self._has_begun = False
         self._open_folder: OpenFolder | None = None
-        self._disks = disks = find_disks(world, folder, lambda: _make_folder(folder))
-        self._copies = count_copies(copies, disks)
-        if world.is_main:
-            warn_of_single_copies(self._copies, disks)
+        view = find_view(world, folder)
+        check_view(world, view, folder, is_sharded=is_sharded)
         checkpoints = CheckpointFolder(folder, keep=keep)
-        # Where nodes have disks of their own, else `None`.
-        self._rows = None if disks.is_common else SharedRows(world, disks, folder)
-        self.newest: Path | None = None
-        self._apart_step = 0
-        if not disks.is_common and (found := find_apart(world, disks, checkpoints, copies=self._copies)):
-            self.newest, self._apart_step = found[0], found[1].step
-        self.history = History(world, disks, folder)
-        self.history.check(None if disks.is_common else self._apart_step)
+        self.history = History(world, view, folder)
+        self.history.check()
         # Rank 0's, when it looks for a checkpoint to load.
         self._steps = run_on_main(world, lambda: set(checkpoints.steps()))
-        if disks.is_common:
-            self.newest = SharedVerification(world, checkpoints).find_newest(_warn_of_skip)
+        self.newest = SharedVerification(world, checkpoints).find_newest(_warn_of_skip)
 
     def open(self) -> None:
         """Note which folder this is, so that another one in its place is detected; on rank 0."""
@@ -84,15 +71,9 @@ class RunStart:
         Raises:
             PacelineError: PL526 if the folder has checkpoints of several runs.
         """
-        if self._disks.is_common:
-            check_one_run(CheckpointFolder(self.folder, keep=self._keep).list_runs(), self.folder)
+        check_one_run(CheckpointFolder(self.folder, keep=self._keep).list_runs(), self.folder)
         self.run_id = identity.get("run", self.run_id)
         self.generation = identity.get("generation", 0) + 1
-
-    def resume_rows(self) -> None:
-        """Bring the metrics up to the loaded step to all disks; collective."""
-        if self._rows is not None:
-            self._rows.resume(self._apart_step)
 
     def begin(self) -> None:
         """Number this start, so that no older one commits any more; collective, the first time.
@@ -103,14 +84,12 @@ class RunStart:
         if self._has_begun:
             return
         self._has_begun = True
-        folder, is_common = self.folder, self._disks.is_common
+        folder = self.folder
 
         def begin() -> int:
             number = self.generation
             try:
                 number = max(number, newest_generation(folder) + 1)
-                if not is_common:  # the nodes that see each other decide
-                    return number
                 self._refuse_newer()  # before the other start is kept from saving
                 number = begin_generation(folder, number)
             except OSError as error:  # as for a save, a failing disk does not end training
@@ -125,14 +104,7 @@ class RunStart:
     def begin_save(self, best: int | None) -> CheckpointFolder:
         """Return the folder that a save of this start goes into, which keeps step `best`; collective."""
         self.begin()
-        generation = self.generation if self._disks.is_common else None
-        return CheckpointFolder(self.folder, keep=self._keep, generation=generation, best=best)
-
-    def choose_write(self, mode: str) -> Write | None:
-        """Return how to save if nodes have disks of their own, else `None`."""
-        if self._rows is None:
-            return None
-        return partial(write_apart, disks=self._disks, mode=mode, copies=self._copies, carry=self._rows.carry)
+        return CheckpointFolder(self.folder, keep=self._keep, generation=self.generation, best=best)
 
     def check_folder(self) -> None:
         """Raise PL522 if the folder is no longer the one that the run began in; on rank 0."""
@@ -148,22 +120,6 @@ class RunStart:
                 rule="A start goes on from the newest checkpoint, so that the run has one history.",
                 fix="End the other start, and start this one again.",
             )
-
-
-def _make_folder(folder: Path) -> None:
-    check_belongings(folder, (METRICS, EVALUATIONS))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another rank that sees this disk may check it too
-    except OSError as error:
-        raise PacelineError(
-            "PL532",
-            saw=f"{folder} cannot be written to: {error.strerror}.",
-            rule="A run's folder holds its checkpoints and metrics.",
-            fix="Choose another folder, or change its permissions.",
-        ) from None
 
 
 def _warn_of_skip(path: Path, findings: list[Finding]) -> None:

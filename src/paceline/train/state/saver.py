@@ -63,7 +63,6 @@ class Saver:
         loaders: by name; a loader made later is added to the same mapping.
         keep: checkpoints to keep.
         saving: makes the saves.
-        copies: number of disks that hold each file if nodes have disks of their own, or `"auto"`.
         layout: resolved.
         reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
@@ -85,7 +84,6 @@ class Saver:
         *,
         keep: int,
         saving: Saving,
-        copies: int | str,
         layout: Layout,
         reduction: str,
         recipe_toml: str | None,
@@ -98,7 +96,6 @@ class Saver:
         self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
         self.saving = saving
-        self._copies = copies
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
@@ -164,12 +161,7 @@ class Saver:
         state = replace(self._list_state(describe), residuals=held)
         with nullcontext() if self._islands is None else self._islands.whole():
             return self.saving.save(
-                folder,
-                counters["step"],
-                state,
-                self._describe(start),
-                start.history.note_commit,
-                start.choose_write(self.saving.mode),
+                folder, counters["step"], state, self._describe(start), start.history.note_commit
             )
 
     def end_step(self) -> SaveTimes:
@@ -200,7 +192,9 @@ class Saver:
         """
         self.saving.start()
         self._start, self._last = None, None
-        self._start = start = RunStart(self._world, folder, keep=self._keep, copies=self._copies)
+        self._start = start = RunStart(
+            self._world, folder, keep=self._keep, is_sharded=self.saving.mode == SHARDED
+        )
         self._grace.read(folder)
         self._settings.accept, self._settings.folder = tuple(accept), folder
         hooks: Saved = {}
@@ -244,7 +238,6 @@ class Saver:
             return parts.cut(names, whole) if is_needed else torch.empty(0)
 
         tree = load_on_main(self._world, read, cut, find_part, folder / CHECKPOINTS)
-        start.resume_rows()
         if tree is None:
             return None
         _load_models(self._models, tree["model"], parts)

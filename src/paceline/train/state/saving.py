@@ -35,8 +35,7 @@ from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
 from paceline.torch_seams.groups import find_store
 from paceline.train.state.background import Background
-from paceline.train.state.disks import name_rank
-from paceline.train.state.transfer import gather
+from paceline.train.state.transfer import gather, name_rank
 from paceline.train.state.write import (
     RunState,
     agree,
@@ -52,9 +51,6 @@ log = logging.getLogger(__name__)
 # Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
 # the ranks' copies differ.
 _FATAL = ("PL510", "PL383", "PL418")
-
-# Saves while all ranks wait, and returns the checkpoint's folder; collective.
-Write = Callable[[World, CheckpointFolder, int, RunState, dict[str, Any]], Path]
 
 
 class SaveHandle(os.PathLike[str]):
@@ -165,7 +161,6 @@ class Saving:
         state: RunState,
         identity: dict[str, Any],
         on_commit: Callable[[int], None],
-        write: Write | None = None,
     ) -> SaveHandle:
         """Save in the background, or now.
 
@@ -175,7 +170,6 @@ class Saving:
             state: this rank's part.
             identity: for the manifest.
             on_commit: called with the step once the save is known to be committed.
-            write: saves now, in its own way; collective.
 
         Raises:
             PacelineError: PL383, PL507, PL510, PL525; PL508 after `max_failed` failures in a row.
@@ -183,15 +177,7 @@ class Saving:
         self._begin_s = begin_s = time.perf_counter()
         handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)
         try:
-            if write is None:
-                self._save(folder, handle, state, identity)
-            else:
-                if self.background is not None:
-                    self._tell_why_not("the nodes have disks of their own")
-                state.check_copies()
-                with caught() as raised:
-                    path = write(self._world, folder, handle.step, state, identity)
-                self._end_now(handle, Outcome(error=raised.error) if raised.error else Outcome(path=path))
+            self._save(folder, handle, state, identity)
         finally:
             self._add_stall(begin_s)
         return handle

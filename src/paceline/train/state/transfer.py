@@ -1,10 +1,11 @@
-"""Runs functions on rank 0 alone, and sends their results to the other ranks."""
+"""Runs functions on rank 0 alone, and sends results and errors between ranks."""
 
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,22 @@ def gather(world: World, value: T) -> list[T]:
     return found
 
 
+def raise_any(errors: Iterable[PacelineError | None]) -> None:
+    """Raise the first error that is not `None`; all ranks call it with the same errors."""
+    for error in errors:
+        if error is not None:
+            error.on_every_rank = True
+            raise error
+
+
+def name_rank(world: World, error: PacelineError) -> PacelineError:
+    """Return an error whose message also has this rank and its host, for the other ranks."""
+    if world.world_size == 1:
+        return error
+    saw = f"{error.saw} (rank {world.rank} on {socket.gethostname()})"
+    return PacelineError(error.code, saw=saw, rule=error.rule, fix=error.fix)
+
+
 def load_on_main(
     world: World,
     load: Callable[[], Any],
@@ -112,10 +129,7 @@ def load_on_main(
         return kept if kept is tensor else _mark(names, kept)
 
     found = tree_map_with_path(receive, skeleton)
-    for error in gather(world, own.error):
-        if error is not None:
-            error.on_every_rank = True
-            raise error
+    raise_any(gather(world, own.error))
     return found
 
 

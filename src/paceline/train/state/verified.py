@@ -29,8 +29,7 @@ from paceline.checkpoint.validity import (
     verify,
 )
 from paceline.finding import Finding
-from paceline.train.state.disks import raise_any
-from paceline.train.state.transfer import gather, run_on_main
+from paceline.train.state.transfer import gather, raise_any, run_on_main
 from paceline.train.state.write import caught
 from paceline.world import World
 

@@ -27,7 +27,7 @@ from paceline.train.copies import Copies
 from paceline.train.pieces import OwnPart, join_pieces
 from paceline.train.state.parts import Parts
 from paceline.train.state.residuals import HeldRows
-from paceline.train.state.transfer import gather, run_on_main
+from paceline.train.state.transfer import raise_any
 from paceline.world import World
 
 
@@ -80,30 +80,6 @@ def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
     described["tracked"] = tracked | described["tracked"]
     prepared = full.prepare(model, optimizers, described, state.recipe_toml)
     return replace(prepared, late=frozenset(late))
-
-
-def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
-    """Return the files of a checkpoint of whole tensors on rank 0, `None` elsewhere; collective."""
-    with caught() as found:
-        content = prepare_full(world, state)
-
-    def check() -> None:
-        if found.error is not None:
-            raise found.error
-
-    run_on_main(world, check)
-    return content
-
-
-def agree_on_share(world: World, state: RunState) -> PreparedShare:
-    """Return this rank's share, after checking that all ranks plan from the same state; collective."""
-    prepared: PreparedShare | None = None
-    digest = ""
-    with caught() as found:
-        prepared, digest = prepare_share(world.rank, state)
-    agree(gather(world, (found.error, digest)))
-    assert prepared is not None
-    return prepared
 
 
 @torch.no_grad()  # with gradients, a DTensor's local part goes through autograd
@@ -276,13 +252,10 @@ def agree(gathered: Sequence[tuple[PacelineError | None, str]]) -> None:
     Args:
         gathered: by rank, its error in preparing a save and the digest of `prepare_share`.
     """
-    for other, _ in gathered:
-        if other is not None:
-            other.on_every_rank = True
-            raise other
+    raise_any(error for error, _ in gathered)
     differing = [rank for rank, (_, each) in enumerate(gathered) if each != gathered[0][1]]
     if differing:
-        found = PacelineError(
+        error = PacelineError(
             "PL525",
             saw=f"rank {differing[0]} has other tensors to save than rank 0 (of {len(differing)} ranks that "
             "differ, the first).",
@@ -290,5 +263,4 @@ def agree(gathered: Sequence[tuple[PacelineError | None, str]]) -> None:
             fix="Look for optimizer state or tracked averages that only some ranks have, or "
             'choose checkpoint.mode = "full".',
         )
-        found.on_every_rank = True
-        raise found
+        raise_any([error])
