@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.codec import CODECS, WholeCodec
+from paceline.comm.codec import CODECS
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
-from paceline.comm.tree import TreeSum, plan_reduction
-from paceline.parallel.sums.gradients import add_gradients
 from tests.dist.pool import Pool
 
 SHAPES = {"a": (7, 300), "b": (1, 5), "c": (64, 40), "d": (3, 1)}
@@ -87,110 +84,3 @@ def test_the_sum_has_a_residual_of_its_own() -> None:
     _, residuals = take_steps(None)
     slots = {slot for slot, _, _ in residuals.list_kept()}
     assert slots == {SUM, *range(NUM_SLOTS)}
-
-
-# By rank: its microbatches of two slots that two ranks share. A missing gradient is that of `None` in `draw`.
-OWNED = {
-    "even": (2, 2, 2, 2),
-    "uneven": (3, 1, 1, 2),
-    "a rank without any": (1, 0, 3, 2),
-    "a slot": (0, 0, 2, 1),
-}
-
-
-def draw_microbatch(number: int) -> list[Tensor | None]:
-    gradients: list[Tensor | None] = list(draw(7, number))
-    if number % 2:
-        gradients[1] = None  # "b"
-    if number:
-        gradients[3] = None  # "d": only the first microbatch has it, with a negative zero
-    elif gradients[3] is not None:
-        gradients[3][0] = -0.0
-    return gradients
-
-
-def add_microbatches(numbers: range, first: int, num_leaves: int) -> list[list[Tensor | None]]:
-    tree = TreeSum(num_leaves, add_gradients)
-    for number in numbers:
-        tree.push((number - first, number - first + 1), draw_microbatch(number))
-    return [gradients for _, gradients in tree.subtrees]
-
-
-def sum_shared(
-    world: Any, owned: tuple[int, ...], num_shards: int, kind: str, num_steps: int = 3
-) -> tuple[list[tuple[int, RowRange, Tensor]], list[tuple[int, RowRange, Tensor]], int]:
-    """Sum two slots, on one rank or shared by two ranks each; return sums, residuals, and the bytes sent."""
-    group = dist.group.WORLD if world.world_size > 1 else None
-    residuals = Residuals()
-    codec = WholeCodec() if kind == "fp32" else CODECS[kind]
-    slot_sum = SlotSum(codec, 2, residuals, group, num_shards)
-    shards = []
-    for shard in range(num_shards):
-        cuts = {
-            n: (shape[0] * shard // num_shards, shape[0] * (shard + 1) // num_shards)
-            for n, shape in SHAPES.items()
-        }
-        shards.append([RowRange(n, *cuts[n], SHAPES[n][1]) for n in SHAPES if cuts[n][0] < cuts[n][1]])
-    own = shards[world.rank % num_shards]
-    totals = [torch.empty(piece.num_rows, piece.length) for piece in own]
-    counts = (sum(owned[:2]), sum(owned[2:]))
-    starts = [sum(owned[:rank]) for rank in range(4)]
-    for step in range(num_steps):
-        if group is None:
-            blocks = [range(counts[0]), range(counts[0], sum(counts))]
-            found = [add_microbatches(block, block.start, len(block)) for block in blocks]
-            missing: list[Tensor | None] = [None] * len(SHAPES)
-            given = [each[0] if each else missing for each in found]
-            plan = None
-        else:
-            slot, rank = world.rank // 2, world.rank
-            block = range(starts[rank], starts[rank] + owned[rank])
-            given = add_microbatches(block, starts[2 * slot], counts[slot])
-            plan = plan_reduction(owned[2 * slot : 2 * slot + 2])
-        names = list(SHAPES)
-        cut = [
-            [
-                [None if (g := each[names.index(p.name)]) is None else g[p.start : p.stop] for p in pieces]
-                for pieces in shards
-            ]
-            for each in given
-        ]
-        slot_sum.sum(shards, cut, totals, 1.0, *([plan] if plan is not None else []))
-        residuals.settle(keep=step != 1)
-    kept = [(slot, piece, rows.clone()) for slot, piece, rows in residuals.list_kept()]
-    sums = [(0, piece, total.clone()) for piece, total in zip(own, totals, strict=True)]
-    return sums, kept, slot_sum.sent_bytes
-
-
-def join(kept: list[tuple[int, RowRange, Tensor]]) -> dict[tuple[int, str], Tensor]:
-    whole: dict[tuple[int, str], Tensor] = {}
-    for slot, piece, rows in kept:
-        target = whole.setdefault((slot, piece.name), torch.full(SHAPES[piece.name], torch.nan))
-        target[piece.start : piece.stop] = rows
-    return whole
-
-
-@pytest.mark.parametrize("kind", ["int8", "bf16"])
-@pytest.mark.parametrize("owned", OWNED.values(), ids=OWNED)
-def test_ranks_that_share_a_slot_have_the_bits_of_one_rank(
-    ranks: Pool, owned: tuple[int, ...], kind: str
-) -> None:
-    for num_shards, num_steps in ((1, 1), (1, 3), (2, 3), (4, 3)):  # after one step, zeros have signs
-        [(expected, alone, _)] = ranks.run(sum_shared, nproc=1, args=(owned, 1, kind, num_steps))
-        shared = ranks.run(sum_shared, nproc=4, args=(owned, num_shards, kind, num_steps))
-        for rank in range(0, 4, num_shards):
-            sums = join([entry for found, _, _ in shared[rank : rank + num_shards] for entry in found])
-            for key, rows in join(expected).items():
-                # As bits, because 0.0 equals -0.0.
-                assert torch.equal(sums[key].view(torch.int32), rows.view(torch.int32)), key
-        found = join([entry for _, kept, _ in shared for entry in kept])
-        for key, rows in join(alone).items():
-            assert torch.equal(found[key], rows), key
-
-
-def test_ranks_that_share_a_slot_send_each_other_only_their_columns(ranks: Pool) -> None:
-    num_bytes = 4 * sum(rows * length for rows, length in SHAPES.values())
-    for _, _, sent_bytes in ranks.run(sum_shared, nproc=4, args=((2, 2, 2, 2), 1, "fp32")):
-        # To the other rank of the slot half of the gradient, and two quarters of the sum. To the twin a
-        # quarter of the slot, and of the sum. About that, because rows are not cut.
-        assert sent_bytes == pytest.approx(3 * num_bytes * (1 / 2 + 2 / 4 + 1 / 4 + 1 / 4), rel=0.1)

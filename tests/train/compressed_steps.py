@@ -1,6 +1,6 @@
 """Trains a model of one million parameters with each kind of compression; a rank of test_compress_nodes.py.
 
-python tests/train/compressed_steps.py KINDS LAYOUTS [SLOTS [LINKS]]   prints a JSON line per run on rank 0
+python tests/train/compressed_steps.py KINDS LAYOUTS [SLOTS]   prints a JSON line per run on rank 0
 
 KINDS and LAYOUTS are joined by commas; a layout is an axis that gets all ranks. SLOTS is 4 by default.
 """
@@ -23,10 +23,10 @@ NUM_STEPS = 4
 TIMEOUT_S = 120.0
 
 
-def train(kind: str, layout: str, slots: int, links: str) -> str:
+def train(kind: str, layout: str, slots: int) -> str:
     """Return the hash of the weights after some steps, of which the third has an infinite sample."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"kind": kind, "slots": slots, "links": links}
+    settings: dict[str, Any] = {"kind": kind, "slots": slots}
     trainer = paceline.Trainer(
         nn.Sequential(nn.Linear(512, 1000), nn.GELU(), nn.Linear(1000, 500), nn.GELU(), nn.Linear(500, 33)),
         loss=lambda output, batch: (output.square().sum(), len(output)),
@@ -47,13 +47,13 @@ def train(kind: str, layout: str, slots: int, links: str) -> str:
     return digest.hexdigest()
 
 
-def main(kinds: list[str], layouts: list[str], slots: str = "4", links: str = "all") -> None:
+def main(kinds: list[str], layouts: list[str], slots: str = "4") -> None:
     with paceline.start(device="cpu", threads_per_rank=1, timeout_s=TIMEOUT_S) as world:
         for kind in kinds:
             for layout in layouts:
                 start_s = time.perf_counter()
                 degrees = f"{layout}={world.world_size}" if world.world_size > 1 else ""
-                found = train(kind, degrees, int(slots), links)
+                found = train(kind, degrees, int(slots))
                 if world.is_main:
                     seconds = time.perf_counter() - start_s
                     print(json.dumps([kind, layout, found, round(seconds, 1)]), flush=True)

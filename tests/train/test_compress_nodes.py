@@ -53,16 +53,3 @@ def test_two_nodes_have_the_bits_of_one_process(alone: dict[tuple[str, str], str
     found = read_hashes(run_on_nodes(places, rate_mbit, words, round_trip_ms))
     expected = {(kind, layout): alone[kind, "dp_replicate"] for kind in KINDS for layout in LAYOUTS}
     assert found == expected
-
-
-def test_two_nodes_that_compress_between_them_have_the_bits_of_one_process() -> None:
-    kinds = ("int8", "int4")
-    alone = subprocess.run(
-        [*PROGRAM, ",".join(kinds), "dp_replicate", "2"], capture_output=True, text=True, timeout=300
-    )
-    assert alone.returncode == 0, alone.stderr
-    expected = read_hashes(alone.stdout)
-    places, rate_mbit, _ = SETTINGS["2 + 2"]
-    words = [*PROGRAM, ",".join(kinds), ",".join(LAYOUTS), "2", "between_nodes"]
-    found = read_hashes(run_on_nodes(places, rate_mbit, words))
-    assert found == {(kind, layout): expected[kind, "dp_replicate"] for kind in kinds for layout in LAYOUTS}

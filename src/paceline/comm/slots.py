@@ -2,7 +2,7 @@
 
 A slot is a block of consecutive microbatches whose gradients are added first, and then compressed together.
 The number of slots belongs to the run, the number of ranks does not: each rank has an equal number of
-consecutive slots, or an equal number of consecutive ranks share a slot.
+consecutive slots.
 
 Protocol for some rows of parameters on W ranks, which hold k slots each:
 
@@ -17,15 +17,6 @@ Protocol for some rows of parameters on W ranks, which hold k slots each:
 
 Sent per rank: (k + 1)(W - 1)/W times the encoded bytes.
 
-With g ranks per slot, which are ranks of one node, these steps change:
-
-- Before step 1 the ranks of a slot add its gradient exactly (`comm/slot_ranks.py`). The i-th of them adds,
-  and in step 1 encodes, the parts r with r mod g = i. So in step 2 every rank sends only to its twins, the
-  ranks with the same place in other slots.
-- In step 4 a rank sends its part to its twins, and they pass it on to the other ranks of their slots.
-
-Sent per node with one slot: 2 (S - 1)/S times the encoded bytes for S slots, however many ranks it has.
-
 A row is encoded by itself (`comm/codec.py`) and the order of additions is that of the tree over slots, so the
 division over ranks changes no bit. The sum is encoded and decoded under every layout, also where it is not
 sent.
@@ -33,7 +24,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +34,7 @@ from torch import Tensor
 from paceline.comm.codec import Codec, choose_codec
 from paceline.comm.exchange import pass_on
 from paceline.comm.residuals import SUM, Residuals, RowRange
-from paceline.comm.slot_ranks import add_columns, count_sharing, list_own_slots
-from paceline.comm.tree import ReductionPlan, plan_reduction
+from paceline.comm.tree import plan_reduction
 
 # Numbers encoded at once, so that what the steps of encoding pass on stays in the core's own cache.
 _SLAB = 1 << 15
@@ -64,19 +54,25 @@ class _RankRows:
     pieces: tuple[RowRange, ...]
 
 
+def list_own_slots(num_slots: int, num_ranks: int, rank: int) -> range:
+    """Return the numbers of the slots that a rank has."""
+    per_rank = num_slots // num_ranks
+    return range(rank * per_rank, (rank + 1) * per_rank)
+
+
 class SlotSum:
     """A sum over the slots of all ranks.
 
     Args:
         codec: of the rows that are long enough.
-        num_slots: over all ranks; a multiple of these, or a divisor.
+        num_slots: over all ranks; a multiple of these.
         residuals: of this rank.
         group: the ranks, used for nothing else at the same time; `None` in a world of one.
         num_shards: ranks that share a parameter's rows; ranks of one replica are neighbours.
 
     Attributes:
         sent_bytes: what this rank has sent to others so far.
-        own: the numbers of this rank's slots, or of the one that it shares.
+        own: the numbers of this rank's slots.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class SlotSum:
         self._num_shards = num_shards
         self._shard = self._rank % num_shards
         self._num_slots = num_slots
-        self._sharing = count_sharing(num_slots, self._num_ranks)
         self.own = list_own_slots(num_slots, self._num_ranks, self._rank)
         self._additions = plan_reduction((1,) * num_slots).additions
         # Kept from sum to sum: fresh memory costs a page fault for every 4 KiB.
@@ -108,33 +103,29 @@ class SlotSum:
         slots: Sequence[Sequence[Sequence[Tensor | None]]],
         totals: Sequence[Tensor],
         factor: float,
-        plan: ReductionPlan | None = None,
     ) -> None:
         """Sum the slots of all ranks; collective.
 
         Args:
             shards: per shard, the rows that it holds; the same on every rank.
-            slots: per own slot and shard, the gradient of each piece [num_rows, length]; `None` for zeros. If
-                this rank shares its slot, the same per own subtree of that slot.
+            slots: per own slot and shard, the gradient of each piece [num_rows, length]; `None` for zeros.
             totals: per piece of this rank's shard, [num_rows, length]; receives the sum.
             factor: by which gradients are multiplied before residuals are added to them; a power of two. The
                 sum is divided by it.
-            plan: the microbatches of the slot by the ranks that share it; `None` if ranks have whole slots.
         """
-        assert (plan is None) == (self._sharing == 1)
         device = totals[0].device if totals else torch.device("cpu")
         self._residuals.replace({piece.name for pieces in shards for piece in pieces})
         parts = self._cut(shards)
         encoded = self._reserve("encoded", len(self.own) * _count_bytes(parts), device).view(
             len(self.own), -1
         )
-        columns = [parts[place :: self._sharing] for place in range(self._sharing)]
+        wholes = _group_by_name(shards)
         for place, slot in enumerate(self.own):
-            find_rows = self._find_rows(shards, slots, columns, place, plan, device)
-            for part in columns[self._rank % self._sharing]:
+            for part in parts:
                 at = part.start
                 for piece in part.pieces:
-                    at = self._encode(slot, piece, find_rows(piece), factor, encoded[place], at)
+                    gradient = _find_rows(wholes, slots[place], piece)
+                    at = self._encode(slot, piece, gradient, factor, encoded[place], at)
                 assert at == part.stop
 
         own = parts[self._rank]
@@ -150,34 +141,6 @@ class SlotSum:
             for slab in _slabs(piece):
                 torch.mul(codec.decode(view[slab], piece.length), 1.0 / factor, out=target[slab])
             at += view.numel()
-
-    def _find_rows(
-        self,
-        shards: Sequence[Sequence[RowRange]],
-        slots: Sequence[Sequence[Sequence[Tensor | None]]],
-        columns: Sequence[Sequence[_RankRows]],
-        place: int,
-        plan: ReductionPlan | None,
-        device: torch.device,
-    ) -> Callable[[RowRange], Tensor | None]:
-        """Return a function from rows of this rank's column to their gradient in one of its slots."""
-        wholes = _group_by_name(shards)
-
-        def find_own(number: int, piece: RowRange) -> Tensor | None:
-            for whole, shard, place_in_shard in wholes[piece.name]:
-                if whole.start <= piece.start and piece.stop <= whole.stop:
-                    gradient = slots[number][shard][place_in_shard]
-                    rows = slice(piece.start - whole.start, piece.stop - whole.start)
-                    return None if gradient is None else gradient[rows]
-            raise AssertionError(piece)
-
-        if plan is None:
-            return lambda piece: find_own(place, piece)
-        assert self._group is not None
-        pieces = [[piece for part in column for piece in part.pieces] for column in columns]
-        added, num_bytes = add_columns(self._group, self._sharing, plan, pieces, find_own, device)
-        self.sent_bytes += num_bytes
-        return added.get
 
     def _encode(
         self, slot: int, piece: RowRange, gradient: Tensor | None, factor: float, target: Tensor, at: int
@@ -204,25 +167,17 @@ class SlotSum:
         rows = self._reserve("rows", num_bytes, encoded.device).view(self._num_slots, own_bytes)
         departures, arrivals = [], []
         for slot, arriving in enumerate(rows):
-            sender = self._find_holder(slot, self._rank)
-            if sender != self._rank:
-                arrivals.append((sender, arriving))
+            holder = slot * self._num_ranks // self._num_slots
+            if holder != self._rank:
+                arrivals.append((holder, arriving))
         for place, slot in enumerate(self.own):
             for peer, part in enumerate(parts):
-                if self._find_holder(slot, peer) != self._rank:
-                    continue
                 if peer == self._rank:
                     rows[slot].copy_(encoded[place, own.start : own.stop])
                 else:
                     departures.append((peer, encoded[place, part.start : part.stop]))
         self.sent_bytes += pass_on(self._group, departures, arrivals)
         return rows
-
-    def _find_holder(self, slot: int, part: int) -> int:
-        """Return the rank that encodes a part of a slot."""
-        if self._sharing == 1:
-            return slot * self._num_ranks // self._num_slots
-        return slot * self._sharing + part % self._sharing
 
     def _add(self, part: _RankRows, rows: Tensor, total: Tensor) -> None:
         """Add a part of all slots, and encode the sum."""
@@ -245,31 +200,16 @@ class SlotSum:
             at += size
 
     def _spread(self, parts: list[_RankRows], base: int, total: Tensor) -> None:
-        """Send this rank's part of the encoded sum to the ranks with the same shard, and receive theirs.
-
-        Twins get it from this rank, and the other ranks of a slot from the twin among them.
-        """
+        """Send this rank's part of the encoded sum to the ranks with the same shard, and receive theirs."""
         if self._group is None:
             return
-        for is_passed_on in (False, True) if self._sharing > 1 else (False,):
-            departures, arrivals = [], []
-            for number, part in enumerate(parts):
-                memory = total[part.start - base : part.stop - base]
-                for receiver in range(number % self._num_shards, self._num_ranks, self._num_shards):
-                    sender = self._find_sender(number, receiver)
-                    if receiver == number or (sender != number) is not is_passed_on:
-                        continue
-                    if sender == self._rank:
-                        departures.append((receiver, memory))
-                    elif receiver == self._rank:
-                        arrivals.append((sender, memory))
-            self.sent_bytes += pass_on(self._group, departures, arrivals)
-
-    def _find_sender(self, part: int, receiver: int) -> int:
-        """Return the rank from which a rank gets a part of the sum: the one that adds it, or a twin of it."""
-        twin = receiver // self._sharing * self._sharing + part % self._sharing
-        # A twin with another shard has no use for the part, and does not get it.
-        return part if twin == receiver or (twin - receiver) % self._num_shards else twin
+        departures, arrivals = [], []
+        own = parts[self._rank]
+        for peer in range(self._shard, self._num_ranks, self._num_shards):
+            if peer != self._rank:
+                departures.append((peer, total[own.start - base : own.stop - base]))
+                arrivals.append((peer, total[parts[peer].start - base : parts[peer].stop - base]))
+        self.sent_bytes += pass_on(self._group, departures, arrivals)
 
     def _view(self, encoded: Tensor, piece: RowRange, at: int) -> tuple[Codec, Tensor]:
         """Return the codec of some rows, and their bytes [num_rows, row_bytes] from a place on."""
@@ -322,6 +262,20 @@ def _group_by_name(
         for number, piece in enumerate(pieces):
             found.setdefault(piece.name, []).append((piece, shard, number))
     return found
+
+
+def _find_rows(
+    wholes: dict[str, list[tuple[RowRange, int, int]]],
+    slot: Sequence[Sequence[Tensor | None]],
+    piece: RowRange,
+) -> Tensor | None:
+    """Return the gradient of some rows in a slot."""
+    for whole, shard, place in wholes[piece.name]:
+        if whole.start <= piece.start and piece.stop <= whole.stop:
+            gradient = slot[shard][place]
+            rows = slice(piece.start - whole.start, piece.stop - whole.start)
+            return None if gradient is None else gradient[rows]
+    raise AssertionError(piece)
 
 
 def _slabs(piece: RowRange) -> list[slice]:

@@ -157,7 +157,7 @@ class OwnBlocks:
 
     Attributes:
         leaves: the microbatches of each, also those of other ranks.
-        plan: the sum of the only block over the ranks that share it; `None` if ranks have whole blocks.
+        plan: the sum of the only block over the ranks; `None` for slots, of which each is one rank's.
     """
 
     leaves: tuple[range, ...] = ()

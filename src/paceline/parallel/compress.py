@@ -1,8 +1,7 @@
 """Compressed reduction: the gradients of slots are summed in fewer bytes.
 
 It is an exact reduction in which slots, not microbatches, are what is added over ranks: see `comm/slots.py`
-for the protocol. Microbatches of a slot are added on its rank, in the order of a tree of their own. If
-several ranks share a slot, each adds its own as far as that order allows.
+for the protocol. Microbatches of a slot are added on its rank, in the order of a tree of their own.
 
 Residuals have the units of the gradient of the sum of losses: before encoding, gradients are multiplied by
 the unit and divided by the loss scale, both powers of two, which change from step to step.
@@ -16,8 +15,8 @@ import torch
 from torch import nn
 
 from paceline.comm.residuals import Residuals
-from paceline.comm.slot_ranks import count_sharing, list_own_slots
-from paceline.comm.tree import OwnBlocks, plan_reduction
+from paceline.comm.slots import list_own_slots
+from paceline.comm.tree import OwnBlocks
 from paceline.data.share import count_owned, owned_microbatches
 from paceline.errors import PacelineError
 
@@ -102,14 +101,10 @@ class Compression:
                 saw=f"{sum(num_owned)} microbatches, of which the ranks have {list(num_owned)}, and "
                 f"compress.slots={num_slots}.",
                 rule="Slots are equal blocks of consecutive microbatches, and each rank has the microbatches "
-                f"of its slots, or its part of one: here {list(expected)}.",
+                f"of its slots: here {list(expected)}.",
                 fix="Use trainer.loader(), or give every rank the same number of microbatches per slot.",
             )
             error.on_every_rank = True
             raise error
         slots = list_own_slots(num_slots, num_ranks, rank)
-        leaves = tuple(owned_microbatches(sum(num_owned), num_slots, slot) for slot in slots)
-        sharing = count_sharing(num_slots, num_ranks)
-        first = rank // sharing * sharing
-        plan = plan_reduction(num_owned[first : first + sharing]) if sharing > 1 else None
-        return OwnBlocks(leaves, plan)
+        return OwnBlocks(tuple(owned_microbatches(sum(num_owned), num_slots, slot) for slot in slots))

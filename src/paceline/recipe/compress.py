@@ -19,23 +19,16 @@ class CompressSection(Section):
     """Form in which gradients are sent. `"int8"` and `"int4"`: integers with one scale per block of at most
     256 numbers. What rounding loses is added to the next step's gradient. Needs
     `train.reduction = "exact"`."""
-    links: Literal["all", "between_nodes"] = "all"
-    """Links over which gradients are compressed. `"all"`: between all ranks. `"between_nodes"`: the ranks of
-    a node may share a slot. They add its gradients exactly, and only what they send to other slots is
-    compressed. The result depends on `slots` and not on this."""
     slots: PositiveInt | None = None
     """Number of equal blocks of consecutive microbatches whose gradients are each compressed together. The
-    result depends on it, and not on the number of ranks, which must divide it; with
-    `links = "between_nodes"` it may also divide the ranks. Default: the number of ranks that share the data,
-    or with `links = "between_nodes"` the number of nodes; a run that is resumed on another number must set
-    it."""
+    result depends on it, and not on the number of ranks, which must divide it. Default: the number of ranks
+    that share the data; a run that is resumed on another number must set it."""
     after_steps: NonNegativeInt = 0
     """Number of steps at the start of the run whose gradients are not compressed."""
 
     @model_validator(mode="after")
     def _check(self) -> CompressSection:
         idle = [name for name in ("slots", "after_steps") if getattr(self, name)]
-        idle += ["links"] if self.links != "all" else []
         if self.kind == "none" and idle:
             raise broken_rule(
                 "PL962",

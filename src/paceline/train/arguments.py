@@ -32,13 +32,13 @@ from paceline.train.building import (
     check_reduction,
     check_several,
 )
-from paceline.train.compressing import choose_compression, find_nodes_once, warn_of_links
+from paceline.train.compressing import choose_compression
 from paceline.train.factories import check_schedule_factory
 from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.update import Update
-from paceline.world import World, current_world
+from paceline.world import World
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,10 @@ class Arguments:
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
 
     def choose_compression(self, layout: Layout) -> CompressSettings | None:
-        """Return the settings of the compression, if there is one; raise PL958 to PL960, PL966."""
+        """Return the settings of the compression, if there is one; raise PL958 to PL960."""
         return choose_compression(
             self._compress_section,
             layout,
-            current_world(),
             reduction=self.reduction,
             has_comm_hook=self.comm_hook is not None,
         )
@@ -184,9 +183,7 @@ class Arguments:
             layout: resolved.
             example: calls the model on a batch of a few samples, or `None`.
         """
-        find_nodes_once(current_world(), self._compress_section)
         compress = self.choose_compression(layout)
-        warn_of_links(self._compress_section, compress, current_world())
         ddp, shard = self.ddp, self.shard
         if not isinstance(ddp, DdpSection):
             ddp = validate_section("ddp", DdpSection, ddp or {})
@@ -266,7 +263,6 @@ class Arguments:
         return [
             *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),
             *(RunSetting(f"islands.{key}", value, is_kept=True) for key, value in islands.items()),
-            RunSetting("compress.links", self._compress_section.links),
             RunSetting("layout", layout),
             *(
                 RunSetting(each.argument, getattr(self, each.argument), is_kept=each.argument in each.names)

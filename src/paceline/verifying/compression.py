@@ -14,16 +14,12 @@ def settle_slots(subject: Subject, layouts: Sequence[Layout]) -> tuple[Subject, 
     """Return the subject with its number of slots, and a remark; unchanged without compression.
 
     A run's slots are its ranks by default. One process and all layouts need one number to be comparable: the
-    smallest that all of them can share. With links between nodes two ranks or more may share a slot, so two
-    slots are enough if each layout divides its ranks between them.
+    smallest that all of them can share.
     """
     section = subject.compress
     if section.kind == "none":
         return subject, []
-    degrees = [layout.dp for layout in layouts]
-    num_slots = section.slots or max(2, math.lcm(*degrees))
-    if section.slots is None and section.links == "between_nodes":
-        num_slots = 2 if all(dp % 2 == 0 or dp == 1 for dp in degrees) else num_slots
+    num_slots = section.slots or max(2, math.lcm(*(layout.dp for layout in layouts)))
     chosen = "" if section.slots else ", the smallest number that all of these layouts can share"
     remark = Finding(
         "PL732",

@@ -284,7 +284,6 @@ class ChunkSum(ReduceScatter):
             [self._cut(None if vector is None else vector[0]) for vector in vectors],
             [_view(chunk, rows, at) for rows, at in self._places[self._ranks.shard]],
             self._ranks.compression.factor,
-            self._sum.own.plan,
         )
 
     def _cut(self, vector: Tensor | None) -> list[list[Tensor | None]]:

@@ -34,7 +34,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from paceline.comm.exchange import nothing_like
 from paceline.comm.residuals import RowRange
-from paceline.comm.tree import ReductionPlan
 from paceline.parallel.compress import Compression
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import (
@@ -195,7 +194,7 @@ class BucketSums:
             bucket.total.add(self._last_leaf, list(bucket.views))
         missing: Gradients = [None] * len(bucket.views)
         slots = [missing if each is None else each for each in bucket.total.take()]
-        self._encode(bucket.parameters, slots, bucket.views, self._sum.own.plan)
+        self._encode(bucket.parameters, slots, bucket.views)
 
     def _sum_slots_alone(self, slots: list[Gradients | None]) -> Gradients:
         """Return the sum of this process's slots, one parameter after the other."""
@@ -212,15 +211,13 @@ class BucketSums:
         parameters: Sequence[Tensor],
         slots: Sequence[Gradients],
         totals: Sequence[Tensor],
-        plan: ReductionPlan | None = None,
     ) -> None:
         """Sum the gradients of some parameters over the slots of all ranks; collective.
 
         Args:
             parameters: the same on every rank.
-            slots: per own slot, or own subtree of a shared slot, their gradients; may be `totals`.
+            slots: per own slot, their gradients; may be `totals`.
             totals: of the shapes of the parameters; receive the sums.
-            plan: of the shared slot.
         """
         kept = [place for place, parameter in enumerate(parameters) if parameter.numel()]
         names = [self._names[self._places[id(parameters[place])]] for place in kept]
@@ -239,7 +236,7 @@ class BucketSums:
         assert self.ranks.slots is not None
         assert self.ranks.compression is not None
         given, factor = [[read(values)] for values in slots], self.ranks.compression.factor
-        self.ranks.slots.sum([pieces], given, sums, factor, plan)
+        self.ranks.slots.sum([pieces], given, sums, factor)
         for place, total in zip(kept, sums, strict=True):
             totals[place].copy_(total.view(totals[place].shape))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.checkpoint.part import Part, Run, join_runs
 from paceline.comm.residuals import SUM
-from paceline.comm.slot_ranks import list_own_slots
+from paceline.comm.slots import list_own_slots
 from paceline.parallel.compress import Compression
 from paceline.train.update import Update
 
