@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from paceline.checkpoint.part import Part, Run, join_runs
+from paceline.checkpoint.part import Part, Run
 from paceline.checkpoint.tensors import copy_blocks
 
 
@@ -39,13 +39,6 @@ def test_any_parts_overlap_as_their_numbers_do() -> None:
         assert sorted(shared) == sorted(set(numbers.reshape(-1).tolist()) & set(others.reshape(-1).tolist()))
         for here, there in one.overlap(other):
             assert torch.equal(numbers[here], others[there])
-
-
-def test_rows_that_follow_each_other_are_one_run() -> None:
-    runs = join_runs([(0, 2), (2, 3), (5, 6), (6, 6)])
-    assert runs == ((0, 3), (5, 6))
-    assert indices(Part.of_rows((6, 2), runs)).tolist() == [[0, 1], [2, 3], [4, 5], [10, 11]]
-    assert Part.of_rows((), runs).is_whole
 
 
 def test_a_part_is_put_together_from_others() -> None:

@@ -32,8 +32,8 @@ def take_steps(
     totals = [torch.empty(shape) for shape in SHAPES.values()]
     for step in range(num_steps):
         grown = scale ** (step + 1)  # changes from step to step, as a loss scale does
-        slots = [[[gradient * grown for gradient in draw(step, slot)]] for slot in slot_sum.own]
-        slot_sum.sum([pieces], slots, totals, 1 / grown)
+        slots = [[gradient * grown for gradient in draw(step, slot)] for slot in slot_sum.own]
+        slot_sum.sum(pieces, slots, totals, 1 / grown)
         residuals.settle(keep=step != num_steps - 2)
     return [total / grown for total in totals], residuals
 
@@ -65,13 +65,13 @@ def test_nothing_is_lost_but_the_residuals() -> None:
     sent = [torch.zeros(shape) for shape in SHAPES.values()]
     whole = [torch.zeros(shape) for shape in SHAPES.values()]
     for step in range(5):
-        slots = [[draw(step, slot)] for slot in slot_sum.own]
+        slots = [draw(step, slot) for slot in slot_sum.own]
         totals = [torch.empty(shape) for shape in SHAPES.values()]
-        slot_sum.sum([pieces], slots, totals, 1.0)
+        slot_sum.sum(pieces, slots, totals, 1.0)
         residuals.settle(keep=True)
         for number, total in enumerate(totals):
             sent[number] += total
-            whole[number] += sum(gradients[0][number] for gradients in slots)
+            whole[number] += sum(gradients[number] for gradients in slots)
     left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for _, piece, rows in residuals.list_kept():
         left[piece.name] += rows

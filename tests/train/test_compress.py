@@ -128,23 +128,6 @@ def test_the_same_bits_on_1_2_and_4_ranks(ranks: Pool, kind: str) -> None:
     assert any(rows.any() for rows in results[0][0][2])
 
 
-LAYOUTS = {"dp_shard=2": 2, "dp_shard=4 zero=1": 4, "dp_replicate=2 dp_shard=2 zero=2": 4}
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"), [*((layout, "int8") for layout in LAYOUTS), (list(LAYOUTS)[-1], "int4")]
-)
-def test_the_same_bits_with_shards(ranks: Pool, tmp_path: Path, layout: str, kind: str) -> None:
-    # 300, 50 and 8 rows, which are divided unevenly; resumed under another layout; step 5 is skipped.
-    nproc, options = LAYOUTS[layout], {"layout": layout, "kind": kind, "compress": {"after_steps": 1}}
-    expected = ranks.run(train, nproc=1, args=(1, 7, None, 5, {**options, "layout": ""}))[0]
-    ranks.run(train, nproc=nproc, args=(1, 5, str(tmp_path), 5, options))
-    replicated = ranks.run(train, nproc=2, args=(6, 6, str(tmp_path), 5, {**options, "layout": ""}))
-    assert replicated[0][0] == [None]
-    for _, parameters, _ in ranks.run(train, nproc=nproc, args=(7, 7, str(tmp_path), 5, options)):
-        assert are_equal(parameters, expected[1])
-
-
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_a_resumed_run_keeps_its_residuals_on_other_ranks(ranks: Pool, tmp_path: Path, kind: str) -> None:
     whole = ranks.run(train, nproc=1, args=(1, 8, None, 5, {"kind": kind}))[0]
@@ -211,6 +194,7 @@ def count_sent(world: Any, kind: str) -> int:
 
 REFUSALS: dict[str, tuple[int, dict[str, Any], str]] = {
     "axis": (2, {"layout": "cp=2"}, "PL958"),
+    "shards": (2, {"layout": "dp_shard=2"}, "PL958"),
     "fast": (2, {"reduction": "fast"}, "PL959"),
     "hook": (2, {"comm_hook": (None, print)}, "PL959"),
     "slots that the ranks do not divide": (2, {"compress": {"slots": 3}}, "PL960"),
@@ -285,32 +269,6 @@ def build_sparse(world: Any) -> None:
 def test_gradients_that_are_no_dense_floats_are_refused(ranks: Pool, build_bad: Any, code: str) -> None:
     with pytest.raises(RankError, match=code):
         ranks.run(build_bad, nproc=1)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(40, 40)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
-
-
-def build_scaled(world: Any, layout: str) -> None:
-    Trainer(
-        Scaled(),
-        loss=lambda output, batch: (output.square().sum(), len(output)),
-        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
-        compress={"kind": "int8"},
-        layout=layout,
-    )
-
-
-def test_numbers_that_shards_keep_whole_are_refused(ranks: Pool) -> None:
-    ranks.run(build_scaled, args=("dp_replicate=2",))
-    with pytest.raises(RankError, match=r"without a dimension.*(?s:.)*PL958"):
-        ranks.run(build_scaled, args=("dp_shard=2",))
 
 
 def step_on_own_batches(world: Any) -> None:

@@ -102,17 +102,6 @@ class Part:
                 yield Part(self.whole, runs)
 
 
-def join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Return rising runs with neighbours joined."""
-    joined: list[Run] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
-
-
 def count_covers(parts: Sequence[Part]) -> tuple[int, int]:
     """Return how often parts of one whole cover its elements, at least and at most.
 

@@ -11,8 +11,7 @@ Protocol for some rows of parameters on W ranks, which hold k slots each:
 2. The rows are divided into W parts. Every rank sends rank r the bytes of part r of each of its slots.
 3. Rank r decodes part r of all slots and adds them in the order of the tree over slots. It encodes the sum,
    again with a residual.
-4. Every rank sends its part of the encoded sum to the ranks that need it: all, or with sharded parameters
-   the other replicas of its shard.
+4. Every rank sends its part of the encoded sum to all others.
 5. Every rank decodes the sum.
 
 Sent per rank: (k + 1)(W - 1)/W times the encoded bytes.
@@ -68,7 +67,6 @@ class SlotSum:
         num_slots: over all ranks; a multiple of these.
         residuals: of this rank.
         group: the ranks, used for nothing else at the same time; `None` in a world of one.
-        num_shards: ranks that share a parameter's rows; ranks of one replica are neighbours.
 
     Attributes:
         sent_bytes: what this rank has sent to others so far.
@@ -81,7 +79,6 @@ class SlotSum:
         num_slots: int,
         residuals: Residuals,
         group: dist.ProcessGroup | None,
-        num_shards: int = 1,
     ) -> None:
         self.sent_bytes = 0
         self._codec = codec
@@ -89,8 +86,6 @@ class SlotSum:
         self._group = group
         self._num_ranks = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
-        self._num_shards = num_shards
-        self._shard = self._rank % num_shards
         self._num_slots = num_slots
         self.own = list_own_slots(num_slots, self._num_ranks, self._rank)
         self._additions = plan_reduction((1,) * num_slots).additions
@@ -99,44 +94,41 @@ class SlotSum:
 
     def sum(
         self,
-        shards: Sequence[Sequence[RowRange]],
-        slots: Sequence[Sequence[Sequence[Tensor | None]]],
+        pieces: Sequence[RowRange],
+        slots: Sequence[Sequence[Tensor | None]],
         totals: Sequence[Tensor],
         factor: float,
     ) -> None:
         """Sum the slots of all ranks; collective.
 
         Args:
-            shards: per shard, the rows that it holds; the same on every rank.
-            slots: per own slot and shard, the gradient of each piece [num_rows, length]; `None` for zeros.
-            totals: per piece of this rank's shard, [num_rows, length]; receives the sum.
+            pieces: parameters with all of their rows; the same on every rank.
+            slots: per own slot, the gradient of each piece [num_rows, length]; `None` for zeros.
+            totals: per piece, [num_rows, length]; receives the sum.
             factor: by which gradients are multiplied before residuals are added to them; a power of two. The
                 sum is divided by it.
         """
         device = totals[0].device if totals else torch.device("cpu")
-        self._residuals.replace({piece.name for pieces in shards for piece in pieces})
-        parts = self._cut(shards)
-        encoded = self._reserve("encoded", len(self.own) * _count_bytes(parts), device).view(
-            len(self.own), -1
-        )
-        wholes = _group_by_name(shards)
+        self._residuals.replace({piece.name for piece in pieces})
+        parts = self._cut(pieces)
+        encoded = self._reserve("encoded", len(self.own) * parts[-1].stop, device).view(len(self.own), -1)
         for place, slot in enumerate(self.own):
+            gradients = {piece.name: each for piece, each in zip(pieces, slots[place], strict=True)}
             for part in parts:
                 at = part.start
                 for piece in part.pieces:
-                    gradient = _find_rows(wholes, slots[place], piece)
-                    at = self._encode(slot, piece, gradient, factor, encoded[place], at)
+                    whole = gradients[piece.name]
+                    rows = None if whole is None else whole[piece.start : piece.stop]
+                    at = self._encode(slot, piece, rows, factor, encoded[place], at)
                 assert at == part.stop
 
         own = parts[self._rank]
-        rows = self._collect(encoded, parts, own.stop - own.start)
-        mine = [part for number, part in enumerate(parts) if number % self._num_shards == self._shard]
-        base = mine[0].start
-        total = self._reserve("total", mine[-1].stop - base, device)
-        self._add(own, rows, total[own.start - base : own.stop - base])
-        self._spread(parts, base, total)
+        collected = self._collect(encoded, parts, own.stop - own.start)
+        total = self._reserve("total", parts[-1].stop, device)
+        self._add(own, collected, total[own.start : own.stop])
+        self._spread(parts, total)
         at = 0
-        for piece, target in zip(shards[self._shard], totals, strict=True):
+        for piece, target in zip(pieces, totals, strict=True):
             codec, view = self._view(total, piece, at)
             for slab in _slabs(piece):
                 torch.mul(codec.decode(view[slab], piece.length), 1.0 / factor, out=target[slab])
@@ -199,16 +191,14 @@ class SlotSum:
             self._residuals.put(SUM, piece, after)
             at += size
 
-    def _spread(self, parts: list[_RankRows], base: int, total: Tensor) -> None:
-        """Send this rank's part of the encoded sum to the ranks with the same shard, and receive theirs."""
+    def _spread(self, parts: list[_RankRows], total: Tensor) -> None:
+        """Send this rank's part of the encoded sum to the other ranks, and receive theirs."""
         if self._group is None:
             return
-        departures, arrivals = [], []
         own = parts[self._rank]
-        for peer in range(self._shard, self._num_ranks, self._num_shards):
-            if peer != self._rank:
-                departures.append((peer, total[own.start - base : own.stop - base]))
-                arrivals.append((peer, total[parts[peer].start - base : parts[peer].stop - base]))
+        others = [(peer, part) for peer, part in enumerate(parts) if peer != self._rank]
+        departures = [(peer, total[own.start : own.stop]) for peer, _ in others]
+        arrivals = [(peer, total[part.start : part.stop]) for peer, part in others]
         self.sent_bytes += pass_on(self._group, departures, arrivals)
 
     def _view(self, encoded: Tensor, piece: RowRange, at: int) -> tuple[Codec, Tensor]:
@@ -217,65 +207,33 @@ class SlotSum:
         row_bytes = codec.count_row_bytes(piece.length)
         return codec, encoded[at : at + piece.num_rows * row_bytes].view(piece.num_rows, row_bytes)
 
-    def _cut(self, shards: Sequence[Sequence[RowRange]]) -> list[_RankRows]:
-        """Return the part of every rank: of the rows of its shard, an equal share of the bytes."""
-        num_replicas = self._num_ranks // self._num_shards
-        parts: dict[int, _RankRows] = {}
+    def _cut(self, pieces: Sequence[RowRange]) -> list[_RankRows]:
+        """Return the part of every rank: an equal share of the bytes."""
+        sizes = [choose_codec(self._codec, p.length).count_row_bytes(p.length) for p in pieces]
+        whole = sum(piece.num_rows * size for piece, size in zip(pieces, sizes, strict=True))
+        parts: list[_RankRows] = []
         start = 0
-        for shard, pieces in enumerate(shards):
-            sizes = [choose_codec(self._codec, p.length).count_row_bytes(p.length) for p in pieces]
-            whole = sum(piece.num_rows * size for piece, size in zip(pieces, sizes, strict=True))
-            for replica in range(num_replicas):
-                # A row belongs to the part that contains its first byte.
-                first, last = whole * replica // num_replicas, whole * (replica + 1) // num_replicas
-                found, at, num_bytes = [], 0, 0
-                for piece, size in zip(pieces, sizes, strict=True):
-                    low = min(max(-(-(first - at) // size), 0), piece.num_rows)
-                    high = min(max(-(-(last - at) // size), 0), piece.num_rows)
-                    if low < high:
-                        rows = (piece.start + low, piece.start + high)
-                        found.append(RowRange(piece.name, *rows, piece.length))
-                        num_bytes += (high - low) * size
-                    at += piece.num_rows * size
-                parts[replica * self._num_shards + shard] = _RankRows(start, start + num_bytes, tuple(found))
-                start += num_bytes
-        return [parts[rank] for rank in range(self._num_ranks)]
+        for rank in range(self._num_ranks):
+            # A row belongs to the part that contains its first byte.
+            first, last = whole * rank // self._num_ranks, whole * (rank + 1) // self._num_ranks
+            found, at, num_bytes = [], 0, 0
+            for piece, size in zip(pieces, sizes, strict=True):
+                low = min(max(-(-(first - at) // size), 0), piece.num_rows)
+                high = min(max(-(-(last - at) // size), 0), piece.num_rows)
+                if low < high:
+                    rows = (piece.start + low, piece.start + high)
+                    found.append(RowRange(piece.name, *rows, piece.length))
+                    num_bytes += (high - low) * size
+                at += piece.num_rows * size
+            parts.append(_RankRows(start, start + num_bytes, tuple(found)))
+            start += num_bytes
+        return parts
 
     def _reserve(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         memory = self._memory.get(name)
         if memory is None or memory.numel() < num_bytes:
             memory = self._memory[name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return memory[:num_bytes]
-
-
-def _count_bytes(parts: Sequence[_RankRows]) -> int:
-    """Return the size of an encoded slot."""
-    return max(part.stop for part in parts)
-
-
-def _group_by_name(
-    shards: Sequence[Sequence[RowRange]],
-) -> dict[str, list[tuple[RowRange, int, int]]]:
-    """Return by name of a parameter its rows, each with the shard and the place in it."""
-    found: dict[str, list[tuple[RowRange, int, int]]] = {}
-    for shard, pieces in enumerate(shards):
-        for number, piece in enumerate(pieces):
-            found.setdefault(piece.name, []).append((piece, shard, number))
-    return found
-
-
-def _find_rows(
-    wholes: dict[str, list[tuple[RowRange, int, int]]],
-    slot: Sequence[Sequence[Tensor | None]],
-    piece: RowRange,
-) -> Tensor | None:
-    """Return the gradient of some rows in a slot."""
-    for whole, shard, place in wholes[piece.name]:
-        if whole.start <= piece.start and piece.stop <= whole.stop:
-            gradient = slot[shard][place]
-            rows = slice(piece.start - whole.start, piece.stop - whole.start)
-            return None if gradient is None else gradient[rows]
-    raise AssertionError(piece)
 
 
 def _slabs(piece: RowRange) -> list[slice]:

@@ -201,7 +201,6 @@ def parallelize(
             offload=layout.offload,
             exact_group=lent,
             apart=() if experts is None else experts.splits,
-            compression=_compress(model, settings),
         )
     if construction is not None:
         # Each rank knows its part now: it gets one whole tensor at a time and keeps its part of it.
@@ -415,7 +414,10 @@ def _replicate(
     lent: dist.ProcessGroup | None = None
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
-        compression = _compress(model, settings)
+        compression = None
+        if settings.compress is not None:
+            log.info("compress: %s in %d slots", settings.compress.kind, settings.compress.slots)
+            compression = Compression(settings.compress, model)
         exact = BucketSums(model, lent, device, apart, compression)
     if not replicas:
         if settings.comm_hook is not None:
@@ -431,13 +433,6 @@ def _replicate(
         "exact" if settings.exact else "fast",
     )
     return replica, exact, lent
-
-
-def _compress(model: nn.Module, settings: Settings) -> Compression | None:
-    if settings.compress is None:
-        return None
-    log.info("compress: %s in %d slots", settings.compress.kind, settings.compress.slots)
-    return Compression(settings.compress, model)
 
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:

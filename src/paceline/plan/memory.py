@@ -124,7 +124,7 @@ def plan_memory(
         held += experts * sizes.gradient_bytes
     aside = 0
     if sizes.exact:
-        sends_rows = layout.count_turns(is_exact=True, is_compressed=False) > 1
+        sends_rows = layout.count_turns(is_exact=True) > 1
         kept = padded // num_shards if sends_rows else apart
         aside = _count_aside(sizes.num_microbatches) * kept * sizes.gradient_bytes
 

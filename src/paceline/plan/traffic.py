@@ -79,7 +79,7 @@ def list_sum_calls(num_bytes: float, layout: Layout, *, exact: bool) -> Iterator
 
     With the exact reduction each call counts twice where subtrees travel, more than two ranks.
     """
-    sends_rows = layout.count_turns(is_exact=True, is_compressed=False) > 1
+    sends_rows = layout.count_turns(is_exact=True) > 1
     times, left = 2 if exact and layout.dp > 2 and not sends_rows else 1, num_bytes
     if layout.dp_shard > 1:
         yield StepCall("dp_shard", "reduce_scatter", left, layout.dp_shard, times)

@@ -72,9 +72,6 @@ SETTINGS = (
     RecipeKey("compress.kind", names=("compress.kind",)),
     RecipeKey("compress.after_steps", names=("compress.after_steps",)),
     RecipeKey(
-        "compress.links", may_change="how sums are distributed; the same numbers for a number of slots"
-    ),
-    RecipeKey(
         "compress.slots",
         may_change="the checkpoint has the number of slots, and compares it",
         names=("compress.slots",),

@@ -140,13 +140,13 @@ class Layout(Degrees):
         """The number of model copies that train on different microbatches; no degree may be open."""
         return self._multiply(shares_data=True, divides_model=False)
 
-    def count_turns(self, *, is_exact: bool, is_compressed: bool) -> int:
+    def count_turns(self, *, is_exact: bool) -> int:
         """Return how many neighbouring data ranks take microbatches in turns, see `data.share.list_numbers`.
 
         The ranks of dp_shard do where an exact sum is sent microbatch by microbatch: what one round brings is
         then added at once, and little is kept. With zero=1 whole gradients are kept, and sent once per step.
         """
-        sends_rows = is_exact and not is_compressed and self.pp == self.ep == 1 and self.zero > 1
+        sends_rows = is_exact and self.pp == self.ep == 1 and self.zero > 1
         return self.dp_shard if sends_rows else 1
 
     @property

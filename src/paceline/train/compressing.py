@@ -7,9 +7,6 @@ from paceline.parallel.compress import CompressSettings
 from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
 
-# The axes along which ranks have the same parameters and other microbatches.
-_ALONG = ("dp_replicate", "dp_shard")
-
 
 def choose_compression(
     section: CompressSection, layout: Layout, *, reduction: str, has_comm_hook: bool
@@ -37,12 +34,13 @@ def choose_compression(
             "would replace it.",
             fix='Use reduction="exact" without comm_hook, or compress.kind="none".',
         )
-    others = [axis for axis, degree in layout.list_several().items() if axis not in _ALONG]
+    others = [axis for axis, degree in layout.list_several().items() if axis != "dp_replicate"]
     if others:
         raise PacelineError(
             "PL958",
             saw=f"{given} with layout {layout}.",
-            rule=f"Gradients are compressed along {' and '.join(_ALONG)} only, not with {', '.join(others)}.",
+            rule=f"Gradients of whole models are compressed, along dp_replicate, and not with "
+            f"{', '.join(others)}.",
             fix=f'Set {", ".join(f"{axis}=1" for axis in others)}, or compress.kind="none".',
         )
     return CompressSettings(section.kind, _choose_slots(section.slots, layout.dp), section.after_steps)

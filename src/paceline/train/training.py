@@ -132,9 +132,7 @@ class Training(TrainedModels, Generic[L]):
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
         if placed is not None:
             self.num_slots = placed.section.count
-        self.turns = self.layout.count_turns(
-            is_exact=laying_out.exact, is_compressed=laying_out.compress is not None
-        )
+        self.turns = self.layout.count_turns(is_exact=laying_out.exact)
         settings = UpdateSettings(
             mesh=self._inner_mesh,
             precision=self._precision,

@@ -14,9 +14,7 @@ same order. Until then the call returns -0.0, which changes no bit when it is ad
 replicas and of one process: padding is zero everywhere, and every number is added in its own place,
 independent of its neighbours.
 
-With zero=1, if gradients are compressed, and if ranks that share data stand between those of a copy, whole
-vectors are kept and added up to the step's last microbatch. Compressed rows are encoded one by one, and
-fully_shard cuts between rows.
+With zero=1 and with ep, whole vectors are kept and added up to the step's last microbatch.
 
 Order of the collectives: fully_shard calls these objects one after the other, from the thread that runs
 backward and in the order of the groups. A call returns when its collectives are done (on CUDA: are on their
@@ -35,16 +33,12 @@ from torch import Tensor
 
 from paceline.comm.collectives import all_gather
 from paceline.comm.exchange import nothing_like
-from paceline.comm.residuals import RowRange
 from paceline.comm.tree import TreeSum
 from paceline.data.share import list_numbers
-from paceline.parallel.shard.setup import Unit
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import keep_for_stream, list_present
-from paceline.torch_seams.fsdp import AllGather, ReduceScatter, list_records
+from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 
-# Per shard: rows of parameters, and their place in the shard's part of a flat vector.
-Places = list[list[tuple[RowRange, int]]]
 # Combines the numbers of groups into one; any odd 64-bit constant works (this one is Knuth's).
 _MULTIPLIER = 6364136223846793005
 
@@ -160,7 +154,6 @@ class ChunkSum(ReduceScatter):
     Args:
         rounds: of this model.
         number: of the group.
-        unit: the group's parameters.
         ranks: sums over the ranks of dp.
 
     Attributes:
@@ -171,16 +164,14 @@ class ChunkSum(ReduceScatter):
     last one an exchange of 1/n of them, see `comm/exchange.py`.
     """
 
-    def __init__(self, rounds: StepProgress, number: int, unit: Unit, ranks: RankSum) -> None:
+    def __init__(self, rounds: StepProgress, number: int, ranks: RankSum) -> None:
         self.is_complete = False
         self._rounds = rounds
         self._number = number
-        self._unit = unit
         self._ranks = ranks
         self._sum = GradientSum(ranks, list_present)
         self._rows = TreeSum[Tensor](0, Tensor.add_)
         self._partial: Tensor | None = None
-        self._places: Places | None = None
 
     def begin(self) -> None:
         """Start a step."""
@@ -220,8 +211,6 @@ class ChunkSum(ReduceScatter):
             started_s = time.perf_counter()
             if not is_exact:
                 self._sum_now(input_tensor, output_tensor)
-            elif self._ranks.is_compressed:
-                self._sum_slots(output_tensor)
             elif sum(rounds.num_owned):
                 [row] = self._sum.finish([input_tensor])
                 output_tensor.copy_(row)
@@ -268,55 +257,6 @@ class ChunkSum(ReduceScatter):
             return
         self._partial = chunk.clone()
         chunk.copy_(nothing_like(chunk))
-
-    def _sum_slots(self, chunk: Tensor) -> None:
-        """Sum the slots of all ranks."""
-        vectors = self._sum.take()
-        chunk.zero_()  # the padding, too
-        if not sum(self._rounds.num_owned):
-            return
-        if self._places is None:
-            self._places = self._list_places(len(chunk))
-        assert self._ranks.slots is not None
-        assert self._ranks.compression is not None
-        self._ranks.slots.sum(
-            [[rows for rows, _ in places] for places in self._places],
-            [self._cut(None if vector is None else vector[0]) for vector in vectors],
-            [_view(chunk, rows, at) for rows, at in self._places[self._ranks.shard]],
-            self._ranks.compression.factor,
-        )
-
-    def _cut(self, vector: Tensor | None) -> list[list[Tensor | None]]:
-        """Return a slot's gradients, per shard and rows."""
-        assert self._places is not None
-        if vector is None:
-            return [[None] * len(places) for places in self._places]
-        return [
-            [_view(chunk, rows, at) for rows, at in places]
-            for chunk, places in zip(vector.view(len(self._places), -1), self._places, strict=True)
-        ]
-
-    def _list_places(self, chunk_length: int) -> Places:
-        names = {id(parameter): name for name, parameter in self._unit.parameters}
-        found: Places = [[] for _ in range(self._ranks.num_shards)]
-        at = 0
-        for record in list_records(self._unit.module):
-            parameter = record.sharded_param
-            if not parameter.requires_grad:
-                continue
-            whole = RowRange.all_of(names[id(parameter)], parameter.shape)
-            most = record.padded_sharded_param_size[0]
-            for shard, places in enumerate(found):
-                start, stop = min(shard * most, whole.stop), min((shard + 1) * most, whole.stop)
-                if start < stop and whole.length:
-                    places.append((RowRange(whole.name, start, stop, whole.length), at))
-            at += most * whole.length
-        assert at == chunk_length, (at, chunk_length)
-        return found
-
-
-def _view(chunk: Tensor, rows: RowRange, at: int) -> Tensor:
-    return chunk[at : at + rows.num_rows * rows.length].view(rows.num_rows, rows.length)
 
 
 def _copy_out(row: Tensor) -> Tensor:

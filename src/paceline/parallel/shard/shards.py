@@ -43,7 +43,6 @@ from torch.distributed.fsdp import FSDPModule
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
-from paceline.parallel.compress import Compression
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
@@ -77,7 +76,6 @@ class Shards:
         offload: "none" or "cpu": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
         apart: full names of parameters that are not sharded, and whose gradients are summed elsewhere.
-        compression: of the gradients; `None` without.
 
     Attributes:
         group: the ranks over which gradients are summed.
@@ -104,7 +102,6 @@ class Shards:
         offload: str = "none",
         exact_group: dist.ProcessGroup | None = None,
         apart: Collection[str] = (),
-        compression: Compression | None = None,
     ) -> None:
         assert mesh.dp_shard.size > 1, "one rank has nothing to share"
         assert zero in (1, 2, 3), zero
@@ -121,7 +118,6 @@ class Shards:
         self.units = apply_sharding(
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
-        self.compression = compression
         # The device of a model on meta is where it is filled.
         on_cpu = mesh.device_mesh.device_type == "cpu"
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -131,17 +127,14 @@ class Shards:
             is_exact=self._is_exact,
             shards=mesh.dp_shard,
             replicas=mesh.replicas,
-            compression=compression,
-            sums_each=zero > 1,
+            sends_rows=self._is_exact and mesh.layout.count_turns(is_exact=True) > 1,
         )
-        self._chunks = [ChunkSum(self._rounds, number, unit, ranks) for number, unit in enumerate(self.units)]
+        self._chunks = [ChunkSum(self._rounds, number, ranks) for number in range(len(self.units))]
         for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
             unit.module.set_custom_all_gather(GatherChunks(self._rounds, number, on_cpu))
             unit.module.set_custom_reduce_scatter(chunks)
         ranks = RankSum(exact_group, device, is_exact=self._is_exact, replicas=mesh.dp)
         self._whole = WholeParameters(model, self._rounds, ranks, apart)
-        if compression is not None and self._whole:
-            raise _whole_error()
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
         held = HeldUnits(unit.module for unit in self.units if unit.is_table)
@@ -395,16 +388,6 @@ class Shards:
         """Make torch drop the state of a forward or backward that raised."""
         self._is_in_round = False
         forget_iteration(self.units[-1].module)
-
-
-def _whole_error() -> PacelineError:
-    return PacelineError(
-        "PL958",
-        saw="compress.kind with dp_shard, and a model with trained parameters without a dimension.",
-        rule="Under dp_shard every rank keeps such a number whole, and its gradient is summed apart from the "
-        "compressed ones.",
-        fix="Give the parameter a dimension of one element, or use dp_replicate.",
-    )
 
 
 def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:

@@ -235,8 +235,8 @@ class BucketSums:
         sums = [torch.empty(piece.num_rows, piece.length, device=totals[0].device) for piece in pieces]
         assert self.ranks.slots is not None
         assert self.ranks.compression is not None
-        given, factor = [[read(values)] for values in slots], self.ranks.compression.factor
-        self.ranks.slots.sum([pieces], given, sums, factor)
+        given = [read(values) for values in slots]
+        self.ranks.slots.sum(pieces, given, sums, self.ranks.compression.factor)
         for place, total in zip(kept, sums, strict=True):
             totals[place].copy_(total.view(totals[place].shape))
 

@@ -41,8 +41,8 @@ class RankSum:
         shards: the ranks that share each vector; `None` if none do.
         replicas: the ranks that have the same shard, for a fast sum.
         is_exact: whether the order of additions is that of the tree.
-        compression: of the gradients, with an exact sum.
-        sums_each: whether the ranks of the shards call `send_rows` for each microbatch, if `sends_rows`.
+        compression: of the gradients, with an exact sum without shards.
+        sends_rows: whether an exact sum sends each microbatch's rows at once to the ranks that keep them.
 
     Attributes:
         exchange: sums in the order of the tree; `None` in a fast sum and on one rank.
@@ -58,10 +58,10 @@ class RankSum:
         shards: Axis | None = None,
         replicas: Axis | None = None,
         compression: Compression | None = None,
-        sums_each: bool = False,
+        sends_rows: bool = False,
     ) -> None:
         self.group, self.is_exact, self.compression = group, is_exact, compression
-        self._is_each = sums_each
+        self.sends_rows = sends_rows
         self.rank = 0 if group is None else group.rank()
         self.num_shards, self.shard = (1, 0) if shards is None else (shards.size, shards.rank)
         # An exchange sends each rank its rows only, if the ranks of one copy are neighbours.
@@ -74,12 +74,12 @@ class RankSum:
         self._replicas = replicas
         self.exchange = None if group is None or not is_exact else Exchange(group, device)
         self._replica_exchange = None
-        if self.sends_rows and replicas is not None and replicas.size > 1:
+        if sends_rows and replicas is not None and replicas.size > 1:
             self._replica_exchange = Exchange(replicas.group, device)
         self.slots = None
         if compression is not None:
             codec, residuals = CODECS[compression.settings.kind], compression.residuals
-            self.slots = SlotSum(codec, compression.settings.slots, residuals, group, self.num_shards)
+            self.slots = SlotSum(codec, compression.settings.slots, residuals, group)
 
     @property
     def is_compressed(self) -> bool:
@@ -90,11 +90,6 @@ class RankSum:
     def has_replicas(self) -> bool:
         """Whether a fast sum goes on over replicas."""
         return self._replicas is not None and self._replicas.size > 1
-
-    @property
-    def sends_rows(self) -> bool:
-        """Whether an exact sum can send each microbatch's rows at once to the ranks that keep them."""
-        return self._is_each and self.is_exact and self.compression is None and self._num_cut > 1
 
     def cut(self, num_owned: tuple[int, ...], turns: int = 1) -> OwnBlocks:
         """Return the blocks of microbatches that this rank adds; see `GradientSum.begin`."""

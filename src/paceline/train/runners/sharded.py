@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from paceline.data.share import Share
 from paceline.mesh import Mesh
-from paceline.parallel.compress import Compression
 from paceline.parallel.order import LaidOut
 from paceline.parallel.shard.marks import gradient_error
 from paceline.train.batches import lend_batch
@@ -44,10 +43,6 @@ class ShardedRunner(Runner):
     @property
     def gradient_scale(self) -> float:
         return self._shards.gradient_scale
-
-    @property
-    def compression(self) -> Compression | None:
-        return self._shards.compression
 
     @property
     def silent(self) -> bool:

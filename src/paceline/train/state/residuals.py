@@ -1,21 +1,19 @@
 """The residuals of the compression in checkpoints: whole, by parameter and slot, on any number of ranks.
 
-In a sharded checkpoint and in memory every rank writes the rows that it holds. To plan that, ranks exchange
-which rows they have. For a checkpoint of whole tensors rank 0 gathers all rows: it then holds (slots + 1)
-times the model. When a run starts, each rank reads or receives what it needs: its slots and the sum.
+At a save rank 0 gathers all rows: it then holds (slots + 1) times the model. When a run starts, each rank
+reads or receives what it needs: its slots and the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.part import Part, Run, join_runs
+from paceline.checkpoint.part import Part
 from paceline.comm.residuals import SUM
 from paceline.comm.slots import list_own_slots
 from paceline.parallel.compress import Compression
@@ -23,78 +21,20 @@ from paceline.train.update import Update
 
 # Per model: the number of slots, and by slot (or "sum") and parameter the whole residual.
 Saved = dict[str, dict[str, Any]]
-# By slot and parameter: the rows that a rank has, as runs.
-_Description = dict[tuple[int, str], tuple[Run, ...]]
 _NAMES = {SUM: "sum"}
 _NUMBERS = {"sum": SUM}
 _ROOT = "residuals"
 
 
-@dataclass(frozen=True)
-class HeldRows:
-    """A whole residual, whose rows the ranks hold.
-
-    Attributes:
-        holders: its parts, each with the ranks that hold it; the same on every rank.
-        own: the part that this rank holds; `None` if it holds nothing.
-        tensor: the values of that part.
-    """
-
-    holders: tuple[tuple[Part, tuple[int, ...]], ...]
-    own: Part | None
-    tensor: Tensor | None
-
-
-def list_residuals(updates: Mapping[str, Update]) -> Saved:
-    """Return the residuals as `HeldRows`, by model; collective. No residual is sent."""
-    return _collect(updates, _list_rows)
-
-
-def _collect(
-    updates: Mapping[str, Update], read: Callable[[Compression, Mapping[str, torch.Size]], dict[str, Any]]
-) -> Saved:
+def gather_residuals(updates: Mapping[str, Update]) -> Saved:
+    """Gather every rank's residuals on rank 0 for a checkpoint, by model; collective."""
     found: Saved = {}
     for name, update in updates.items():
         if update.compression is not None:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
-            settings = update.compression.settings
-            whole = read(update.compression, shapes)
-            found[name] = {"slots": settings.slots, _ROOT: whole}
+            whole = _gather(update.compression, shapes)
+            found[name] = {"slots": update.compression.settings.slots, _ROOT: whole}
     return found
-
-
-def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, HeldRows]]:
-    pieces: dict[tuple[int, str], list[tuple[Run, Tensor]]] = {}
-    for slot, piece, rows in compression.residuals.list_kept():
-        pieces.setdefault((slot, piece.name), []).append(((piece.start, piece.stop), rows))
-    own: _Description = {}
-    tensors: dict[tuple[int, str], Tensor] = {}
-    for key, parts in pieces.items():
-        parts.sort(key=lambda part: part[0])
-        own[key] = join_runs([run for run, _ in parts])
-        tensors[key] = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
-    described = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        described = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(described, own)
-    holders: dict[tuple[int, str], dict[Part, list[int]]] = {}
-    for rank, description in enumerate(described):
-        for (slot, name), runs in description.items():
-            held = Part.of_rows(tuple(shapes[name]), runs)
-            holders.setdefault((slot, name), {}).setdefault(held, []).append(rank)
-    whole: dict[str, dict[str, HeldRows]] = {}
-    for slot, name in sorted(holders):
-        key = (slot, name)
-        parts_of = tuple((part, tuple(ranks)) for part, ranks in holders[key].items())
-        part = None if key not in own else Part.of_rows(parts_of[0][0].whole, own[key])
-        tensor = None if part is None else tensors[key].reshape(part.shape)
-        whole.setdefault(_NAMES.get(slot, str(slot)), {})[name] = HeldRows(parts_of, part, tensor)
-    return whole
-
-
-def gather_residuals(updates: Mapping[str, Update]) -> Saved:
-    """Gather every rank's residuals on rank 0 for a checkpoint, by model; collective."""
-    return _collect(updates, _gather)
 
 
 def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:

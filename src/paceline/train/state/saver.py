@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from paceline.train.state.residuals import (
     NeededResiduals,
     choose_residuals,
     gather_residuals,
-    list_residuals,
 )
 from paceline.train.state.run_start import RunStart
 from paceline.train.state.same_model import check_model, check_optimizers
@@ -145,11 +143,8 @@ class Saver:
 
     def _save(self, start: RunStart, counters: dict[str, Any]) -> SaveHandle:
         folder = start.begin_save(counters["best"] and counters["best"][0])
-        # In mode "sharded" every rank writes its residuals; else rank 0 gathers them.
-        is_sharded = self.saving.mode == SHARDED
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
-        gathered = {} if is_sharded else {"residuals": gather_residuals(self._updates)}
-        held = list_residuals(self._updates) if is_sharded else {}
+        gathered: dict[str, Any] = {"residuals": gather_residuals(self._updates)}
         if self._islands is not None:
             gathered["islands"] = self._islands.state_dict()
 
@@ -158,7 +153,7 @@ class Saver:
             state = self._describe_state(counters)
             return state | {"hooks": hooks, "tracked": self.tracked.loaded} | gathered
 
-        state = replace(self._list_state(describe), residuals=held)
+        state = self._list_state(describe)
         with nullcontext() if self._islands is None else self._islands.whole():
             return self.saving.save(
                 folder, counters["step"], state, self._describe(start), start.history.note_commit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from paceline.torch_seams.trees import tree_leaves, tree_map
 from paceline.train.copies import Copies
 from paceline.train.pieces import OwnPart, join_pieces
 from paceline.train.state.parts import Parts
-from paceline.train.state.residuals import HeldRows
 from paceline.train.state.transfer import raise_any
 from paceline.world import World
 
@@ -42,7 +41,6 @@ class RunState:
         describe: returns everything else; called on rank 0 only.
         recipe_toml: the resolved recipe, where there is one.
         copies: the checks that ranks hold the same copies, one per model.
-        residuals: of the compression, by model, with `HeldRows`; none if `describe` returns them.
     """
 
     parts: Parts
@@ -51,7 +49,6 @@ class RunState:
     describe: Callable[[], dict[str, Any]]
     recipe_toml: str | None
     copies: Sequence[Copies] = ()
-    residuals: Mapping[str, Any] = field(default_factory=dict)
 
     def check_copies(self) -> None:
         """Compare all tensors that ranks hold copies of; collective; raises PL418."""
@@ -108,8 +105,6 @@ def prepare_share(rank: int, state: RunState) -> tuple[PreparedShare, str]:
         rest["tracked"] = dict(state.tracked) | rest.get("tracked", {})
     else:  # of the user's objects only what is cut; the rest is rank 0's
         rest = tree_map(lambda value: value if isinstance(value, OwnPart) else None, rest)
-    if state.residuals:
-        rest["residuals"] = state.residuals
     structures["state"] = _encode(rest, "state", named, own_tensors)
 
     own = {name: value for name, value in sorted(named.items()) if isinstance(value, OwnPart)}
@@ -125,21 +120,9 @@ def prepare_share(rank: int, state: RunState) -> tuple[PreparedShare, str]:
                 late.add(id(tensors[holding.name]))
             if not holding.part.is_whole:
                 parts[holding.name] = holding.part
-    held = {name: value for name, value in sorted(named.items()) if isinstance(value, HeldRows)}
-    rows, rows_digest = _plan_rows(held)
-    for holding, writer in rows:
-        if writer == rank:
-            tensor = held[holding.name].tensor
-            assert tensor is not None
-            tensors[holding.name] = tensor
-            late.add(id(tensor))  # each step makes new ones
-            if not holding.part.is_whole:
-                parts[holding.name] = holding.part
-    holdings = [*holdings, *(holding for holding, _ in rows)]
-    digest += rows_digest
-    plain = {name: value for name, value in named.items() if name not in own and name not in held}
+    plain = {name: value for name, value in named.items() if name not in own}
     for name, value in (plain | tensors).items():
-        if name.startswith(f"{MODEL}/") or name in held:  # `tree.encode` has looked at the others
+        if name.startswith(f"{MODEL}/"):  # `tree.encode` has looked at the others
             refuse_unstorable(name.replace("/", ".", 1), value)
     num_bytes = sum(holding.num_bytes for holding in holdings)
     if rank != 0:
@@ -175,18 +158,6 @@ def _plan(parts: Parts, own: Mapping[str, OwnPart]) -> tuple[list[Holding], list
     return found
 
 
-def _plan_rows(held: Mapping[str, HeldRows]) -> tuple[list[tuple[Holding, int]], str]:
-    """Return the holdings of residuals with the writer of each, and a digest of them."""
-    holdings = [
-        Holding(name, part, part.num_elements * torch.float32.itemsize, ranks)
-        for name, value in held.items()
-        for part, ranks in value.holders
-    ]
-    if not holdings:
-        return [], ""
-    return list(zip(holdings, plan_writers(holdings), strict=True)), digest_holdings(holdings)
-
-
 def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
     """Yield the parts of one tensor with their holders, except empty parts."""
     # Copies of parameters and their optimizer state have the same bits, so any rank may write them. Of
@@ -212,12 +183,12 @@ def _encode(value: Any, group: str, named: dict[str, Any], own_tensors: dict[str
         named: gets the tree's tensors, as they were if only parts are here.
         own_tensors: gets this rank's parts of these, since a DTensor takes long to return its own.
     """
-    owned: dict[int, OwnPart | HeldRows] = {}
+    owned: dict[int, OwnPart] = {}
 
     def find_tensor(own: Any) -> Tensor | None:
-        if not isinstance(own, (OwnPart, HeldRows)):
+        if not isinstance(own, OwnPart):
             return None
-        tensor = torch.empty(0) if isinstance(own, HeldRows) else local(own.tensor)
+        tensor = local(own.tensor)
         owned[id(tensor)] = own
         return tensor
 
