@@ -72,17 +72,15 @@ def share(world: Any, step: int, num_microbatches: int = 4) -> Tensor:
 
 
 def train(world: Any, layout: str, folder: str, settings: dict[str, Any]) -> Any:
-    """Return losses and norms of three more steps, what a hook on a scalar saw, and whole weights."""
-    seen: list[float] = []
+    """Return losses and norms of three more steps, and whole weights."""
     trainer = build_trainer(layout, Parts, **settings)
-    dict(trainer.model.named_parameters())["logit_scale"].register_hook(lambda g: seen.append(float(g)))
     trainer.resume(folder)
     steps = []
     for _ in range(3):
         step = trainer.step(share(world, trainer.step_number))
         steps.append((float(step.loss), float(step.grad_norm)))
     trainer.save()
-    return steps, seen, trainer.whole_state()
+    return steps, trainer.whole_state()
 
 
 FAST = {"reduction": "fast"}
@@ -108,11 +106,10 @@ def test_bits_are_those_of_one_process(
     ranks: Pool, alone: list[Any], tmp_path: Path, nproc: int, layout: str, then: str
 ) -> None:
     degrees = [int(word.partition("=")[2]) for word in then.split() if word.startswith("dp_")]
-    for (steps, seen, state), words, number in zip(alone, (layout, then), (nproc, *degrees, 1), strict=False):
+    for (steps, state), words, number in zip(alone, (layout, then), (nproc, *degrees, 1), strict=False):
         results = ranks.run(train, number, (words, str(tmp_path), {}))
         assert all(result[0] == steps for result in results)
-        assert sorted(value for result in results for value in result[1]) == sorted(seen)
-        weights = results[0][2]
+        weights = results[0][1]
         assert state["logit_scale"].shape == ()
         assert weights.keys() == state.keys()
         for name, tensor in state.items():
@@ -124,10 +121,10 @@ def test_the_fast_reduction_is_close(
     ranks: Pool, alone: list[Any], tmp_path: Path, nproc: int, layout: str
 ) -> None:
     results = ranks.run(train, nproc, (layout, str(tmp_path), FAST))
-    for steps, _, _ in results:
+    for steps, _ in results:
         torch.testing.assert_close(steps, alone[0][0], rtol=1e-10, atol=1e-12)
-    for name, tensor in alone[0][2].items():
-        torch.testing.assert_close(results[0][2][name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+    for name, tensor in alone[0][1].items():
+        torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
 class Unused(Parts):

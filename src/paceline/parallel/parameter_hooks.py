@@ -1,17 +1,8 @@
-"""Runs hooks that users register on parameters, in layouts that replace a parameter by another tensor.
+"""Refuses hooks that users register on parameters, in layouts in which no rank has what they get.
 
-Under dp_shard a parameter of the model is this rank's shard, while forward and backward use the gathered one.
-Autograd never uses the shard, so it would never run a hook of it. These functions keep such hooks working.
-(Under tp, `tensor/gradients.py` does the same.)
-
-A hook of `parameter.register_hook` gets the same as in one process: the gradient of one microbatch, as
-backward has computed it, for the whole parameter. It is not yet added to the gradients of other microbatches
-and ranks. It is multiplied by the loss scale under fp16, and has the type in which the forward computes. The
-hook runs once per microbatch, on the rank that computes it. Its result replaces the gradient. It may be
-registered before the model is laid out or later, on a parameter of `trainer.model`. Its handle removes it.
-
-A hook of `register_post_accumulate_grad_hook` is refused (PL434): it gets a sum over the microbatches that
-happen to be on one rank, so its numbers would depend on the layout.
+In one process, a hook of `parameter.register_hook` gets the gradient of one microbatch for the whole
+parameter. Under dp_shard, tp and cp, a rank has a part or an addend of it. A hook of
+`register_post_accumulate_grad_hook` gets a sum over the microbatches that happen to be on one rank.
 """
 
 from __future__ import annotations
@@ -22,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.phrases import name_some
 from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
 
@@ -34,10 +26,13 @@ def has_hooks(parameter: Tensor) -> bool:
     return any(not getattr(hook, "only_looks", False) for hook in (read_hooks(parameter) or {}).values())
 
 
-def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Move hooks from replaced parameters to the parameters of a model that replaced them.
+def count_hooks(parameter: Tensor) -> int:
+    """Return the number of hooks of both kinds, to detect a change."""
+    return len(read_hooks(parameter) or ()) + len(read_accumulate_hooks(parameter))
 
-    The dictionaries themselves move, so a handle that a user holds still removes its hook.
+
+def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Move hooks that only look from replaced parameters to those of a model that replaced them.
 
     Args:
         before: the replaced parameters by full name.
@@ -49,25 +44,8 @@ def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
             set_hooks(parameter, read_hooks(old))
 
 
-def run_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Run a parameter's hooks on a gradient in the order of registration, as autograd does.
-
-    Args:
-        parameter: holds the hooks.
-        gradient: of the whole parameter.
-
-    Returns:
-        The gradient, or the tensor with which the hooks have replaced it.
-    """
-    hooks: Any = read_hooks(parameter)
-    for hook in list((hooks or {}).values()):
-        result = hook(gradient)
-        gradient = gradient if result is None else result
-    return gradient
-
-
 def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse hooks whose numbers would depend on the layout.
+    """Refuse hooks that would see other numbers than in one process.
 
     Args:
         named: parameters by full name.
@@ -75,14 +53,12 @@ def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         PacelineError: PL434, with the parameters' names.
     """
-    found = [name for name, parameter in named if read_accumulate_hooks(parameter)]
+    found = [name for name, each in named if has_hooks(each) or read_accumulate_hooks(each)]
     if found:
         raise PacelineError(
             "PL434",
-            saw=f"register_post_accumulate_grad_hook on {', '.join(found[:8])}"
-            + (f" and {len(found) - 8} more." if len(found) > 8 else "."),
-            rule="Such a hook sees the gradient after each microbatch of this rank is added. With dp_shard "
-            "or tp no rank has that sum whole. With any layout it depends on how microbatches are shared.",
-            fix="Use parameter.register_hook for the gradient of each microbatch, or trainer.on_gradients "
-            "for the sum over all of them.",
+            saw=f"hooks on the gradients of {name_some(found, 8)}.",
+            rule="Such a hook gets the gradient of a microbatch for the whole parameter. Under dp_shard, tp "
+            "and cp no rank has that.",
+            fix="Use trainer.on_gradients for the sum over all microbatches, or dp_replicate.",
         )

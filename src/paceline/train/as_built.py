@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.parallel.parameter_hooks import check_hooks, count_hooks
 from paceline.phrases import name_some
 from paceline.torch_seams.modules import own_buffers, own_modules, own_parameters
 from paceline.torch_seams.tensors import identify
@@ -39,17 +40,21 @@ class AsBuilt:
         model: laid out.
         optimizer: over its parameters.
         logs: whether this rank logs remarks.
+        cuts_gradients: whether no rank has the gradient of a microbatch for a whole parameter.
 
     Attributes:
         changes: what has changed since the build and is followed; the same on all ranks.
     """
 
-    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer, *, logs: bool) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Optimizer, *, logs: bool, cuts_gradients: bool
+    ) -> None:
         self.changes: tuple[str, ...] = ()
         self._name = name
         self._model = model
         self._optimizer = optimizer
         self._logs = logs
+        self._cuts_gradients = cuts_gradients
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._distinct = list(model.modules())
         self._modes = {module: module.training for module in self._distinct}
@@ -72,7 +77,7 @@ class AsBuilt:
         """Find changes; called before each step.
 
         Raises:
-            PacelineError: PL390 or PL393 for a change that is not followed.
+            PacelineError: PL390 or PL393 for a change that is not followed, PL434 for hooks on parameters.
         """
         seen = self._read()
         if seen == self._seen:
@@ -80,6 +85,8 @@ class AsBuilt:
         self._refuse_parts()
         self._refuse_training()
         self._refuse_buffers()
+        if self._cuts_gradients:
+            check_hooks(self._parameters.items())
         frozen = [n for n, p in self._parameters.items() if not p.requires_grad and n not in self._frozen]
         self.changes = (*(f"{name} is frozen" for name in frozen), *self._list_modes())
         is_first = not self._seen
@@ -95,7 +102,11 @@ class AsBuilt:
             found.append(module.training)
             found += map(id, own_modules(module).values())
             found += parameters.keys()
-            found += [(id(p), p.requires_grad, p.dtype) for p in parameters.values() if p is not None]
+            found += [
+                (id(p), p.requires_grad, p.dtype, self._cuts_gradients and count_hooks(p))
+                for p in parameters.values()
+                if p is not None
+            ]
             found += own_buffers(module).keys()
         found += map(_find_memory, (p for _, p in self._shards))
         found.append(self._list_groups())

@@ -33,6 +33,7 @@ from paceline.parallel.norm import measure_norm
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.parallel.sums.gradients import explaining_sparse, settle_conjugates
+from paceline.recipe.layout import Layout
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
@@ -138,7 +139,14 @@ class Update:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        self.as_built = AsBuilt(name, model, optimizer, logs=mesh is None or dist.get_rank() == 0)
+        layout = Layout() if mesh is None else mesh.layout
+        self.as_built = AsBuilt(
+            name,
+            model,
+            optimizer,
+            logs=mesh is None or dist.get_rank() == 0,
+            cuts_gradients=layout.dp_shard * layout.tp * layout.cp > 1,
+        )
         self.settings = built.describe(schedule) | {"frozen": self.as_built.frozen}
         self._built = built
         self.gradient_hooks: list[GradientHook] = []

@@ -17,11 +17,11 @@ from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
 from paceline.parallel.context.whole import cut_whole, join_whole
 from paceline.parallel.dropout.replacements import Cut, Masks
+from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.calls import ATTENDING, CallSite, change_calls, change_operand
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import copy
-from paceline.parallel.tensor.gradients import show_whole_gradients
 from paceline.parallel.tensor.hooks import Change, change_argument, change_input, change_output
 from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 
@@ -39,10 +39,10 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         The rows of each stretch, which the forward that enters it divides.
 
     Raises:
-        PacelineError: PL434 for hooks on accumulated gradients.
+        PacelineError: PL434 for hooks on parameters.
     """
     assert plan.num_ranks == axis.size
-    show_whole_gradients(dict(model.named_parameters()), model, {}, plan.partial, axis)
+    check_hooks(model.named_parameters())
     modules = dict(model.named_modules())
     rows = [Rows(axis, is_causal=plan.is_causal(index)) for index in range(len(plan.stretches))]
     inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)

@@ -30,7 +30,7 @@ https://arxiv.org/abs/2304.11277). The levels are those of Rajbhandari et al. 20
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
@@ -43,11 +43,11 @@ from torch.distributed.fsdp import FSDPModule
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.own_code import describe_place, is_own
-from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
+from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
-from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
+from paceline.parallel.shard.setup import ShardSettings, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.parallel.sums.gradient_sum import RankSum
@@ -114,7 +114,6 @@ class Shards:
         self._model = model
         self._rounds = StepProgress()
         self._is_in_round = False
-        self._hooked: set[int] = set()  # ids of torch's records
         self.units = apply_sharding(
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
@@ -190,7 +189,6 @@ class Shards:
         self.reshard()
         for unit in self.units:
             check_hooks(unit.parameters)
-            self._connect_hooks(unit)
             for record in list_records(unit.module):
                 clear_gradients(record)  # otherwise they would be added to this step's
         if self._reads is not None:
@@ -336,39 +334,6 @@ class Shards:
         """
         if not torch.is_grad_enabled():
             self.reshard()
-
-    def _connect_hooks(self, unit: Unit) -> None:
-        """Make the gathered parameters run the hooks that users have registered on the shards."""
-        for record in list_records(unit.module):
-            if id(record) in self._hooked or not has_hooks(record.sharded_param):
-                continue
-            whole = gathered(record)
-            if whole is not None:
-                self._hooked.add(id(record))
-                whole.register_hook(self._run_hooks_of(record))  # type: ignore[no-untyped-call]
-            elif id(unit) not in self._hooked:
-                self._hooked.add(id(unit))
-                self._before_first_forward(unit, lambda: self._connect_hooks(unit))
-
-    def _run_hooks_of(self, record: Any) -> Callable[[Tensor], Tensor | None]:
-        def run(gradient: Tensor) -> Tensor | None:
-            # In an idle round the gradient is zero times that of another rank's microbatch.
-            return None if self._rounds.index is None else run_hooks(record.sharded_param, gradient)
-
-        return run
-
-    def _before_first_forward(self, unit: Unit, act: Callable[[], None]) -> None:
-        """Run a function once, when torch has made the gathered parameters."""
-
-        def run(module: nn.Module, args: Any) -> None:
-            handle.remove()
-            act()
-
-        assert isinstance(unit.module, nn.Module)
-        # Runs after fully_shard's hook, which gathers. Compiled along with the block, it would register hooks
-        # that do not run in the first step.
-        outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-        handle = unit.module.register_forward_pre_hook(outside)
 
     def _begin_forward(self, held: HeldUnits, blocks: list[FSDPModule]) -> None:
         """Gather the units that are held; in the first step, find those that must be."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.comm.collectives import all_gather
 from paceline.mesh import Mesh
-from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
+from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.placement import local
 from paceline.torch_seams.modules import own_parameters
-from paceline.torch_seams.tensors import read_hooks, set_hooks
 
 
 @dataclass
@@ -43,7 +41,6 @@ class _Parted:
         whole: in the model during steps.
         places: the modules that have it, and its names there.
         most: rows of a rank; the last ranks may have fewer.
-        is_hooked: whether the whole parameter runs the hooks of the shard.
     """
 
     name: str
@@ -51,7 +48,6 @@ class _Parted:
     whole: nn.Parameter
     places: list[tuple[nn.Module, str]]
     most: int
-    is_hooked: bool = False
 
     def allocate(self) -> None:
         storage = self.whole.untyped_storage()
@@ -184,9 +180,6 @@ class StageShards:
         self._is_inside = True
         check_hooks((parted.name, parted.shard) for parted in self._by_whole.values())
         for parted in self._by_whole.values():
-            if not parted.is_hooked and has_hooks(parted.shard):
-                parted.is_hooked = True
-                parted.whole.register_hook(_hooks_of(parted.shard))  # type: ignore[no-untyped-call]
             _set(parted, parted.whole)
 
     def leave(self) -> None:
@@ -280,8 +273,6 @@ class StageShards:
         assert len(rows) == num_rows, (name, old.shape, shape)
         shard = nn.Parameter(self._wrap(rows, shape), requires_grad=old.requires_grad)
         shard.__dict__.update(old.__dict__)
-        if read_hooks(old) is not None:
-            set_hooks(shard, read_hooks(old))
         empty = torch.empty(shape, dtype=old.dtype, device=old.device)
         whole = nn.Parameter(empty, requires_grad=old.requires_grad)
         whole.__dict__.update(old.__dict__)
@@ -304,7 +295,3 @@ class StageShards:
 def _set(parted: _Parted, parameter: nn.Parameter) -> None:
     for module, key in parted.places:
         setattr(module, key, parameter)
-
-
-def _hooks_of(shard: Tensor) -> Any:
-    return lambda gradient: run_hooks(shard, gradient)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.dropout.replacements import Cut, Masks
+from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.parallel.split import Split, take_parts
 from paceline.parallel.tensor.calls import SUMMED, CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
-from paceline.parallel.tensor.gradients import show_whole_gradients
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import SplitPlan
 from paceline.parallel.tensor.sequence import DIM, Sequence
@@ -39,12 +39,13 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         masks: the model's dropout.
 
     Raises:
-        PacelineError: PL434 for hooks on accumulated gradients.
+        PacelineError: PL434 for hooks on parameters.
     """
     assert plan.num_ranks == axis.size
     before = dict(model.named_parameters())
+    check_hooks(before.items())
     take_parts(model, plan.splits, axis.rank)
-    show_whole_gradients(before, model, plan.splits, plan.partial, axis)
+    move_hooks(before, model)
     modules = dict(model.named_modules())
     along = plan.sequence or Sequence()
     inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
