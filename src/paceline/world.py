@@ -86,6 +86,7 @@ class World:
         groups: other groups made so far, by their ranks.
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
         has_failed: whether it was closed by an error.
+        error: by which it is being closed.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class World:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
     has_failed: bool = False
+    error: BaseException | None = None
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)
@@ -182,12 +184,12 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close(failed=kind is not None)
+        self._close(failed=kind is not None, error=error)
 
-    def _close(self, *, failed: bool) -> None:
+    def _close(self, *, failed: bool, error: BaseException | None = None) -> None:
         if self._closed:
             return
-        self._closed, self.has_failed = True, failed
+        self._closed, self.has_failed, self.error = True, failed, error
         try:
             if self._owns_group and dist.is_initialized():
                 if failed:
@@ -199,6 +201,7 @@ class World:
         finally:
             self._store = None
             self._undo.close()
+            self.error = None  # it holds the frames of the training
 
     def _leave_store(self) -> None:
         """Keep the store open until the other ranks have left it."""

@@ -81,13 +81,13 @@ def through_text(tree: Any) -> Any:
     return decode(structure, held)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(trees)
 def test_any_tree_comes_back(tree: Any) -> None:
     assert_same(through_text(tree), tree)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(tree=trees)
 def test_any_tree_comes_back_from_disk(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("tree") / "state.safetensors"

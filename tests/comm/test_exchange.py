@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import exchange
 from paceline.comm.exchange import Exchange
 from paceline.comm.tree import TreeSum, plan_reduction
-from paceline.plan import calls
 from tests.dist.pool import Pool, RankError
 
 
@@ -136,7 +134,3 @@ def test_a_dead_rank_is_an_error_and_no_hang(ranks: Pool) -> None:
     assert caught.value.exit_codes == {1: -9}
     assert re.search("Connection (closed|reset) by peer", caught.value.reports[0])
     assert time.monotonic() - started_s < 10
-
-
-def test_plans_count_the_vectors_that_travel_whole() -> None:
-    assert calls.WHOLE_BYTES == exchange.WHOLE_BYTES

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.files import CorpusSplit, Piece, TextFile, find_text_files, split_files
@@ -128,7 +128,6 @@ def test_no_validation(tmp_path: Path) -> None:
     assert size(split.train) == 20
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=12),
     fraction=st.floats(0, 1, exclude_max=True),

@@ -114,7 +114,7 @@ def global_batches(shares_by_rank: list[list[Share]]) -> list[list[Any]]:
     return batches
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_samples=st.integers(1, 60),
     global_batch_size=st.integers(1, 20),
@@ -154,7 +154,7 @@ def test_each_sample_once_per_epoch(
             assert len(loaders[0]) == len(batches)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_samples=st.integers(1, 50),
     sizes=st.lists(st.integers(1, 12), min_size=2, max_size=5),

@@ -18,7 +18,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(num_samples=SIZES, seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
 @example(num_samples=1, seed=0, epoch=0)
 @example(num_samples=2, seed=0, epoch=0)
@@ -30,7 +30,7 @@ def test_every_sample_has_one_place(num_samples: int, seed: int, epoch: int) -> 
     assert np.array_equal(np.sort(order), np.arange(num_samples))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(num_samples=SIZES, data=st.data())
 def test_a_slice_is_a_part_of_the_whole(num_samples: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_samples))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.tokenizer import SEPARATOR, ByteTokenizer, load_tokenizer, train_bpe
@@ -14,7 +14,6 @@ from paceline.errors import PacelineError
 TEXTS = ["the cat sat on the mat, the cat ran\n" * 20, "na\u00efve \u20ac5\n" * 10]
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_bytes_come_back(text: str) -> None:
     tokenizer = ByteTokenizer()
@@ -27,7 +26,6 @@ def test_what_is_no_text_still_decodes() -> None:
     assert ByteTokenizer().decode([97, 0xFF, 256, -1, 98]) == "a\ufffd\ufffd\ufffdb"
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_trained_bpe_gives_text_back(text: str) -> None:
     assert BPE.decode(BPE.encode(text)) == text

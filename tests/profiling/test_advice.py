@@ -46,7 +46,7 @@ def check(
     assert advice.step_ns == pytest.approx(mean_step(before) - advice.saves_ns, abs=2)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(st.integers(2, 5), st.integers(8, 200), st.integers(0, 2**32), st.booleans())
 def test_workers_hide_loading(num_ranks: int, data_ms: int, seed: int, is_one_rank: bool) -> None:
     def program(workers: int) -> Program:
@@ -100,7 +100,7 @@ def accumulate(is_always: bool, microbatches: int = 4) -> Program:
     return step
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.integers(2, 5), st.integers(2, 8), st.integers(0, 2**32))
 def test_one_reduction_per_step_is_enough(num_ranks: int, microbatches: int, seed: int) -> None:
     before = run(accumulate(is_always=True, microbatches=microbatches), num_ranks=num_ranks, seed=seed)
@@ -122,7 +122,7 @@ def test_two_models_are_no_accumulation() -> None:
     assert "PL918" not in advise(run(step))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.integers(2, 5), st.integers(8, 64), st.integers(0, 2**32))
 def test_two_steps_share_a_reduction(num_ranks: int, mib: int, seed: int) -> None:
     def step(rank: int, number: int, random: Random) -> Sequence[Action]:
@@ -197,7 +197,7 @@ def test_a_collective_of_the_loop(operation: str) -> None:
     assert "PL921" not in advise(run(program(4), num_steps=50))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.integers(2, 5), st.integers(15, 100), st.integers(0, 2**32))
 def test_work_is_divided_evenly(num_ranks: int, more_ms: int, seed: int) -> None:
     def program(is_equal: bool) -> Program:

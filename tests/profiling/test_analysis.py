@@ -24,7 +24,7 @@ def instants(spans: object) -> set[int]:
     return {t for begin, end in spans for t in range(begin, end)}  # type: ignore[attr-defined]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SPANS, SPANS, st.integers(-2, 32), st.integers(-2, 32))
 def test_sets_of_instants(
     left: list[tuple[int, int]], right: list[tuple[int, int]], begin: int, end: int
@@ -106,7 +106,7 @@ def find_links(traces: list[RankTrace]) -> dict[object, str]:
     return links
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=1000, derandomize=True)
 @given(st.integers(2, 16), st.integers(0, 2**32))
 def test_every_number_is_that_of_brute_force(num_ranks: int, seed: int) -> None:
     traces = generate(num_ranks, seed)
@@ -140,7 +140,7 @@ def test_every_number_is_that_of_brute_force(num_ranks: int, seed: int) -> None:
     assert profile.exposed_share == max(shares)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(2, 9),
     st.sampled_from([DATA, FORWARD, BACKWARD]),
@@ -160,7 +160,7 @@ def test_the_planted_rank_and_phase_are_blamed(
     assert (late_ms - 5.5) * MS <= blame.lost_ns <= (late_ms + 0.5) * MS
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.integers(2, 9), st.integers(0, 2**32))
 def test_nobody_is_blamed_in_a_healthy_job(num_ranks: int, seed: int) -> None:
     assert analyse(simulate(num_ranks, 4, seed=seed)).blames == ()

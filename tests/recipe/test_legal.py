@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.codes import read_pages
@@ -488,7 +488,6 @@ layouts = st.builds(
 worlds = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 30])
 
 
-@settings(deadline=None)
 @given(models, runs, worlds)
 def test_what_is_listed_passes_and_what_is_not_does_not(
     model: ModelFacts, run: RunFacts, world_size: int
@@ -505,7 +504,6 @@ def test_what_is_listed_passes_and_what_is_not_does_not(
             assert rules.check(replace(candidate, dp_replicate=None), world_size) == findings
 
 
-@settings(deadline=None)
 @given(models, runs, layouts, worlds)
 def test_what_is_offered_works(model: ModelFacts, run: RunFacts, layout: Layout, world_size: int) -> None:
     rules = Rules(model, run)

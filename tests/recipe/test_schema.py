@@ -116,7 +116,6 @@ def test_dump_round_trip(table: dict[str, Any]) -> None:
     assert again == recipe
 
 
-@settings(deadline=None)
 @given(tables)
 def test_dump_is_the_same_for_equal_recipes(table: dict[str, Any]) -> None:
     recipe = parse_recipe(table)
@@ -140,7 +139,6 @@ anything = st.recursive(
 known = st.sampled_from(sorted({name for section in SECTIONS for name in section.model_fields}))
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*Recipe.model_fields, "trian"]),

@@ -242,3 +242,18 @@ def test_verify_refuses_islands_by_name() -> None:
             optimizer=build_optimizer,
             islands={"count": 2},
         )
+
+
+def test_another_number_of_islands_is_refused_on_resume(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks.run(train_and_save, nproc=1, args=(6, {}, folder))
+    with pytest.raises(RankError, match="PL676"):
+        ranks.run(resume, nproc=1, args=(2, folder))
+    assert ranks.run(resume, nproc=1, args=(1, folder)) == [7]
+
+
+def resume(world: Any, count: int, folder: str) -> int:
+    trainer = build(SETTINGS | {"count": count})
+    trainer.resume(folder, accept=["islands"])
+    trainer.step(next(iter(trainer.loader(SAMPLES, global_batch_size=16, shuffle=False, epochs=9))))
+    return trainer.step_number

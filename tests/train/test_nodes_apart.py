@@ -137,7 +137,7 @@ def test_a_node_is_lost_for_good(cluster: Cluster, undisturbed: str, lost: int) 
     text = "\n".join(job.text for job in staying)
     if lost == 0:
         assert 0 not in codes, text
-        assert "PL550" in text
+        assert "[PL550]" in text
     else:
         assert codes == [0, 0], text
         cluster.check_result(cluster.run_folder(main), undisturbed)
@@ -154,6 +154,6 @@ def test_nodes_that_are_swapped_are_refused_until_they_are_back(cluster: Cluster
     with ExitStack() as held:
         jobs = [held.enter_context(cluster.start(n, n, given(n))) for n in range(3)]
         assert cluster.wait_for(20, jobs) == 0
-    assert "PL550" in start([2, 0, 1])
-    assert "PL550" not in start([0, 1, 2])
+    assert "[PL550]" in start([2, 0, 1])
+    assert "[PL550]" not in start([0, 1, 2])
     cluster.check_result(cluster.run_folder(0), undisturbed)

@@ -102,7 +102,7 @@ class SlotSum:
         """Sum the slots of all ranks; collective.
 
         Args:
-            pieces: parameters with all of their rows; the same on every rank.
+            pieces: the rows to sum, one piece per parameter; the same on every rank.
             slots: per own slot, the gradient of each piece [num_rows, length]; `None` for zeros.
             totals: per piece, [num_rows, length]; receives the sum.
             factor: by which gradients are multiplied before residuals are added to them; a power of two. The
@@ -113,12 +113,12 @@ class SlotSum:
         parts = self._cut(pieces)
         encoded = self._reserve("encoded", len(self.own) * parts[-1].stop, device).view(len(self.own), -1)
         for place, slot in enumerate(self.own):
-            gradients = {piece.name: each for piece, each in zip(pieces, slots[place], strict=True)}
+            gradients = {p.name: (p.start, each) for p, each in zip(pieces, slots[place], strict=True)}
             for part in parts:
                 at = part.start
                 for piece in part.pieces:
-                    whole = gradients[piece.name]
-                    rows = None if whole is None else whole[piece.start : piece.stop]
+                    first, gradient = gradients[piece.name]
+                    rows = None if gradient is None else gradient[piece.start - first : piece.stop - first]
                     at = self._encode(slot, piece, rows, factor, encoded[place], at)
                 assert at == part.stop
 

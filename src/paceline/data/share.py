@@ -105,9 +105,9 @@ def owned_microbatches(
         num_microbatches: of the global batch.
         world_size: the ranks that share it.
         rank: one of these.
-        num_slots: where gradients are compressed, the number of slots, a multiple of `world_size`; or that of
-            islands, a multiple or a divisor. Microbatches are distributed over slots as above. A rank computes those
-            of its slots, or if several ranks share a slot, these are distributed over them as above.
+        num_slots: where gradients are compressed, the number of slots, a multiple of `world_size`; or that
+            of islands, a multiple or a divisor. Microbatches are distributed over slots as above. A rank
+            computes those of its slots. Several ranks of a slot share its microbatches as above.
         turns: as in `Share`; of the ranks that share a slot.
     """
     assert num_microbatches >= 0, num_microbatches

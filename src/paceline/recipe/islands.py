@@ -35,8 +35,8 @@ class IslandsSection(Section):
     warmup_steps: NonNegativeInt = 100
     """Steps at the start of the run in which the islands sum gradients instead, as plain training does."""
     outer: OuterSection = OuterSection()
-    """Outer optimizer: a table of `lr` (0.9), `momentum` (0.5) and `nesterov` (true). The defaults lost
-    least in benchmarks/islands. `lr = 1` with `momentum = 0` averages weights."""
+    """Outer optimizer: a table of `lr` (0.9), `momentum` (0.5) and `nesterov` (true).
+    `lr = 1` with `momentum = 0` averages weights."""
     codec: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
     """Form in which islands send their changes, as `compress.kind`. What rounding loses is added to the next
     exchange."""

@@ -294,7 +294,7 @@ class Islands:
             totals = [torch.empty_like(tensor) for tensor in self._global]
             rows = [[_view(t, piece) for t, piece in zip(own, self._pieces, strict=True)] for own in changes]
             targets = [_view(t, piece) for t, piece in zip(totals, self._pieces, strict=True)]
-            self._slots.sum([self._pieces], [[each] for each in rows], targets, 1.0)
+            self._slots.sum(self._pieces, rows, targets, 1.0)
             self._residuals.settle(keep=True)
         for tensor, total in zip(self._global, totals, strict=True):
             tensor.grad = total.div_(self._section.count)
@@ -424,6 +424,13 @@ class Islands:
         self.num_apart = 0
         if not state:
             return
+        if (saved_count := len(state["islands"])) != self._section.count:
+            raise PacelineError(
+                "PL676",
+                saw=f"islands.count={self._section.count}, and a checkpoint of {saved_count} islands.",
+                rule="After the warm-up every island has weights and optimizer state of its own.",
+                fix=f"Set islands.count to {saved_count}, or to 1 to go on with the global weights.",
+            )
         self._split()
         self.num_apart = state["num_apart"]
         assert self._outer is not None

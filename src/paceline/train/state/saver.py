@@ -246,7 +246,7 @@ class Saver:
                 tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
             )
         if self._islands is not None:
-            self._islands.load(state["islands"])
+            self._islands.load(state.get("islands", {}))
         restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
         needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
