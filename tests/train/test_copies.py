@@ -87,8 +87,8 @@ def corrupt(world: Any, what: str, bit: int, odd_rank: int, settings: dict[str, 
     if what == "gradient":
         reduce = Replica._reduce
 
-        def flip_reduced(replica: Replica, *args: Any) -> float:
-            waited_s = reduce(replica, *args)
+        def flip_reduced(replica: Replica, *args: Any, **settings: Any) -> float:
+            waited_s = reduce(replica, *args, **settings)
             parameter = trainer.model.get_parameter("3.weight")
             if trainer.step_number == AT and world.rank == odd_rank and parameter.grad is not None:
                 flip(parameter.grad, bit)

@@ -47,7 +47,7 @@ TRAINER = {
 LOADER = {
     "batch_size": "global_batch_size=",
     "collate_fn": "collate=",
-    "sampler": "divides and shuffles",
+    "sampler": "trainer.loader(DataLoader(",
     "microbatch_size": "Pass microbatch_size= to Trainer.",
 }
 

@@ -280,7 +280,7 @@ class Draws(Outside):
     def forward(self, x: Tensor) -> Tensor:
         h = self.enter(x)
         for block in self.blocks:
-            h = h + block(h) * torch.rand(h.shape[0], 1, 1)
+            h = h + block(h) * torch.rand(h.shape[1], 1)
         done: Tensor = self.leave(h)
         return done
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -96,3 +97,33 @@ def test_a_rank_that_dies_in_a_sum_is_named(tmp_path: Path) -> None:
     with Launched(tmp_path, paceline_run("--nproc-per-node", "3", str(script), "die", "1")) as job:
         assert job.wait(_END_S) == 1
         assert "rank 1 was killed by SIGKILL" in job.text
+
+
+_WITHOUT_COLLECTION = """
+import gc
+import torch
+from torch import nn
+
+gc.disable()
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+print("kept", len(kept))
+"""
+
+
+def test_no_graph_waits_for_the_garbage_collection(tmp_path: Path) -> None:
+    """Large trainings collect by hand: a cycle through a frame of ours would keep each step's results."""
+    (tmp_path / "train.py").write_text(_WITHOUT_COLLECTION)
+    done = subprocess.run(
+        [*paceline_run(), "--nproc-per-node", "1", str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "kept 0\n", done.stderr

@@ -66,6 +66,9 @@ def check_run_state(step: int, model: Mapping[str, StoredTensor], optimizer: Any
     _require(state["counters"], _COUNTERS, "state.counters")
     if state["counters"]["step"] != step or min(state["counters"][key] for key in ("samples", "step")) < 0:
         raise BadStateError(f"state.counters does not fit step {step}")
+    if best := state["counters"].get("best"):
+        parts = dict(zip(("step", "value", "since"), best, strict=True))
+        _require(parts, {"step": int, "value": _NUMBER, "since": int}, "state.counters.best")
     for name, update in state["updates"].items():
         _require(update, _UPDATE, f"state.updates.{name}")
     for name, loader in state["loaders"].items():

@@ -56,7 +56,8 @@ class Graph:
     Attributes:
         saved: what its nodes keep.
         uses: by `id` of a parameter, the operations that use it, by their numbers.
-        calls: by `id` of a parameter, how many nodes use it without a view in between: one per forward.
+        calls: by `id` of a parameter, how many nodes of one graph use it without a view in between: one per
+            forward.
         num_nodes: nodes.
         newest: the highest number of a node.
         begins: the number of the newest forward's first node. The loss of the step before may still be in a
@@ -117,7 +118,7 @@ class GraphWalk:
             whole.saved += part.saved
             for parameter, orders in part.uses.items():
                 whole.uses.setdefault(parameter, []).extend(orders)
-            whole.calls += part.calls
+            whole.calls |= part.calls
             whole.num_nodes += part.num_nodes
             whole.newest = max(whole.newest, part.newest)
         return whole

@@ -144,9 +144,11 @@ class Layout(Degrees):
         """Return how many neighbouring data ranks take microbatches in turns, see `data.share.list_numbers`.
 
         The ranks of dp_shard do where an exact sum is sent microbatch by microbatch: what one round brings is
-        then added at once, and little is kept. With zero=1 whole gradients are kept, and sent once per step.
+        then added at once, and little is kept. With zero=1 whole gradients are kept, and sent once per step;
+        also where ranks of another axis that shares data stand between those of dp_shard.
         """
-        sends_rows = is_exact and self.pp == self.ep == 1 and self.zero > 1
+        innermost = [*self.list_several(shares_data=True, multiplies=True)][-1:]
+        sends_rows = is_exact and self.pp == self.ep == 1 and self.zero > 1 and innermost == ["dp_shard"]
         return self.dp_shard if sends_rows else 1
 
     @property

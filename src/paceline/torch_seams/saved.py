@@ -6,6 +6,7 @@ at.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -88,7 +89,8 @@ def _read(read: Callable[[], Any]) -> Any:
         packed.extend(frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
         raise _PackedError
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # it may call functions of Python
     sys.settrace(stop)
     try:
         value = read()
@@ -96,6 +98,8 @@ def _read(read: Callable[[], Any]) -> Any:
         value = None
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return packed or value
 
 

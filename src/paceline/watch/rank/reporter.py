@@ -62,6 +62,8 @@ _BEAT_S = 1.0
 # A fork waits this long for a report that is being made; an exit waits for the last beat.
 _REST_S = 2.0
 _LEAVE_S = 0.5
+# The start waits this long for the thread; on a full machine it has no core at once.
+_NAMED_S = 1.0
 _SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
 _C10D = "torch.distributed.distributed_c10d"
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -117,6 +119,7 @@ class WatchedProcess:
         self._inode = 0
         self._stacks: IO[str] | None = None
         self._ended = threading.Event()
+        self._is_named = threading.Event()
 
     def begin(self, socket_path: str, stacks_path: str) -> None:
         """Start the thread, if the launcher listens."""
@@ -142,6 +145,9 @@ class WatchedProcess:
             # From here, because the script may hold Python's lock before the thread first runs.
             self._send(pack(self._make_beat()))
         _thread.start_new_thread(self._run, ())
+        self._is_named.wait(
+            _NAMED_S
+        )  # the launcher finds the thread by its name, also if Python is locked next
 
     def end(self) -> None:
         """Make the thread send a last beat and end, and restore torch's methods."""
@@ -223,6 +229,7 @@ class WatchedProcess:
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(
                 WATCHING_THREAD, encoding="ascii"
             )
+        self._is_named.set()
         others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS} - {SIGNAL}
         signal.pthread_sigmask(signal.SIG_BLOCK, others)
         assert self._socket is not None

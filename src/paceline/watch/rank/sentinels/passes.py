@@ -163,6 +163,7 @@ class Passes:
         self._passes[number] = BackwardPass(
             number, mark_stack(frame), is_mean(frame), self.num_batches, self._find_exchange(parameter)
         )
+        del frame  # in the main thread it is this call's own, whose variables would keep the graph
         for old in [one for one in self._passes if one < number - 256]:
             del self._passes[old]
 
