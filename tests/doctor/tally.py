@@ -497,6 +497,7 @@ def _folder(made: str, name: str) -> Path:
 
 def _row(name: str, said: str, right: bool, seconds: float) -> str:
     said = re.sub(r"/tmp/\S*paceline-tally-[^/ ]*", "...", said).replace("|", "\\|").replace("\n", " ")
+    said = said.replace(sys.executable, "python")
     line = f"| {'' if right else 'NOT RIGHT: '}{name} | {said} | {seconds:.0f} |\n"
     print(line, end="", flush=True)
     return line
