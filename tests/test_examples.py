@@ -49,6 +49,12 @@ def test_the_plain_example_trains_alike_under_both_launchers() -> None:
     for launcher in (["-m", "paceline", "run"], ["-m", "torch.distributed.run"]):
         command = [sys.executable, *launcher, "--nproc-per-node", "2", str(PLAIN), "--epochs", "4"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        if (
+            "torch.distributed.run" in launcher
+            and "terminate called without an active exception" in done.stderr
+        ):
+            # torch's thread for gloo sometimes aborts a process that ends; `paceline run` waits for it.
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     assert printed[0] == printed[1]
