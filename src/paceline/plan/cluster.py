@@ -1,7 +1,7 @@
 """Describes the machines that a plan is for: processors, their memory, and the links between ranks.
 
-A cluster is told in words ("8 nodes of 8 H100-80, 400 Gbit/s"), whose numbers come from `processors.toml`,
-or by a `cluster.toml` that `paceline probe` has measured.
+A cluster is described in words ("8 nodes of 8 H100-80, 400 Gbit/s"), with numbers from `processors.toml`, or
+by a `cluster.toml` that `paceline probe` has measured.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _question_link(nic: float, link: float, rate: str, unit: str) -> None:
             saw=f"{rate} {unit} between nodes, and {link / 1e9:g} GB/s inside of one.",
             rule="A rank's link to other nodes is not faster than its links inside of the node, nor than "
             "1600 Gbit/s; Gbit/s and GB/s are often confused.",
-            fix=f"If it is {rate} Gbit/s, write so. A measured cluster of this kind is told by a .toml file.",
+            fix=f"If it is {rate} Gbit/s, write so. If it was measured, give a .toml file.",
         )
 
 

@@ -52,7 +52,7 @@ class EventKind(IntEnum):
     LAYER = 13
     """An operator that few call outside of a module's forward."""
     ENDING = 12
-    """What DDP or FSDP do at the end of a backward, after their collectives."""
+    """Work of DDP or FSDP at the end of a backward, after their collectives."""
     REPLAY = 14
     """The launch of a CUDA graph; what it runs was recorded before, and has no operators."""
 

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of one key of a file."""
+    """The result of one key of a file."""
 
     key: str
     value: Any
