@@ -233,3 +233,15 @@ def test_each_public_name_is_on_a_page() -> None:
     text = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
     names = [name for name in paceline.__all__ if not name.startswith("_")]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_code_on_the_page_of_topics_exists_and_every_tutorial_is_there() -> None:
+    text = (ROOT / "docs" / "topics.md").read_text("utf-8")
+    headings = re.findall(r"^### (PL\d+):", (ROOT / "docs" / "codes.md").read_text("utf-8"), re.M)
+    ranges = re.findall(r"(PL\d+) to (PL\d+)", text)
+    assert set(re.findall(r"PL\d{3}", text)) <= set(headings) | {end for pair in ranges for end in pair}
+    numbers = re.findall(r"^\| (\d+) \| .* \| [●○–] \| .* \|$", text, re.M)
+    assert [int(number) for number in numbers] == list(range(1, 147))
+    for path in (ROOT / "docs" / "tutorials").glob("*.md"):
+        assert f"tutorials/{path.name}" in text
+        assert re.search(r"^\*\[Topics\]\(\.\./topics\.md\): \d.*\.\*$", path.read_text("utf-8"), re.M)
