@@ -1,4 +1,4 @@
-"""The blocks of docs/tasks.md run as they stand: in one process, and the first of them on three ranks."""
+"""The blocks of docs/tasks.md and coming_from.md run as they stand, in one process and on three ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "tasks.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def read_blocks() -> tuple[str, dict[str, str]]:
     """Return the common beginning, and the other blocks of Python by their headings."""
-    start, *sections = PAGE.read_text(encoding="utf-8").split("\n## ")
+    start, *sections = (DOCS / "tasks.md").read_text(encoding="utf-8").split("\n## ")
+    sections += (DOCS / "coming_from.md").read_text(encoding="utf-8").split("\n## ")[1:]
     pattern = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
     beginning = "".join(pattern.findall(start))
     return beginning, {part.splitlines()[0]: "".join(pattern.findall(part)) for part in sections}
