@@ -98,14 +98,16 @@ def test_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(BAD)
     project = tmp_path / "pyproject.toml"
     for text, code in (
-        ('ignore = ["PL023"]', 0),
+        ('level = { PL023 = "off" }', 0),
         ('level = { PL023 = "advice" }', 0),
         ('level = { PL023 = "warning" }', 1),
-        ('exclude = ["train.py"]', 0),
-        ('per-file-ignores = { "train*" = ["PL023"] }', 0),
-        ('per-file-ignores = { "tests/*" = ["PL023"] }', 1),
-        ('ignore = ["PL700"]', 2),
-        ("select = []", 2),
+        ('level = { all = "off", PL023 = "error" }', 1),
+        ('per-file = { "train.py" = { all = "off" } }', 0),
+        ('per-file = { "train*" = { PL023 = "off" } }', 0),
+        ('per-file = { "tests/*" = { PL023 = "off" } }', 1),
+        ('level = { PL700 = "off" }', 2),
+        ('level = { PL023 = "none" }', 2),
+        ('ignore = ["PL023"]', 2),
     ):
         project.write_text(f"[tool.paceline.lint]\n{text}\n")
         assert lint(capsys, str(path))[0] == code, text

@@ -176,17 +176,18 @@ def check_sources(sources: Sequence[ScriptSource], settings: LintSettings | None
     checked = LintReport([])
     for source in sources:
         here = settings if settings is not None else read_settings(Path(source.path).parent, list(RULES))
-        if here.leaves_out(source.path):
-            continue
         checked.num_files += 1
         checked.num_concerned += concerns_ranks(source.text)
-        for finding in _check_source(source, here):
-            found.setdefault((finding.path, finding.line, finding.column, finding.code), finding)
+        for finding in _check_source(source):
+            level = here.level_of(finding.code, finding.path.partition("#")[0], finding.level)
+            place = (finding.path, finding.line, finding.column, finding.code)
+            if level != "off":
+                found.setdefault(place, replace(finding, level=level))  # type: ignore[arg-type]
     checked.findings = sorted(found.values())
     return checked
 
 
-def _check_source(source: ScriptSource, settings: LintSettings) -> list[LintFinding]:
+def _check_source(source: ScriptSource) -> list[LintFinding]:
     try:
         findings = check_text(source.text, source.path)
     except (SyntaxError, ValueError) as error:
@@ -196,7 +197,6 @@ def _check_source(source: ScriptSource, settings: LintSettings) -> list[LintFind
     used: set[tuple[int, str]] = set()
     kept = []
     for finding in findings:
-        level = settings.level_of(finding.code, finding.path, finding.level)
         if finding.path not in ignores:
             ignores[finding.path] = read_ignores(Path(finding.path).read_text(encoding="utf-8"))
         silenced = False
@@ -205,14 +205,12 @@ def _check_source(source: ScriptSource, settings: LintSettings) -> list[LintFind
             if codes is not None and (not codes or finding.code in codes):
                 silenced = True
                 used.add((line, finding.code if codes else ""))
-        if not silenced and level != "off":
-            moved = finding
-            if finding.path == source.path:
-                path, line = source.place(finding.line)
-                moved = replace(
-                    finding, path=path, line=line, end_line=finding.end_line - finding.line + line
-                )
-            kept.append(replace(moved, level=level))  # type: ignore[arg-type]
+        if not silenced and finding.path == source.path:
+            path, line = source.place(finding.line)
+            end = finding.end_line - finding.line + line
+            kept.append(replace(finding, path=path, line=line, end_line=end))
+        elif not silenced:
+            kept.append(finding)
     for line, codes in ignores[source.path].items():
         for code in codes or ("",):
             if (line, code) not in used and (not code or code in RULES):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.lint import library
 from paceline.lint.facts import deps_of
 from paceline.lint.scopes import Function, ScriptFrame
-from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown
+from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown
 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
@@ -25,6 +25,7 @@ _NAMES = [(name, name.lower()) for name in _ALIKE] + [tuple(pair.split()) for pa
 _OPERATORS = {name: getattr(operator, other) for name, other in _NAMES}
 _BUILTINS = set(dir(builtins))
 _LONGEST = 10_000
+_MOST_KEPT = 16
 
 
 class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
@@ -121,11 +122,18 @@ class Evaluator:
         value = self.eval(node.value)
         return Value("*", ref=value, taint=value.taint, deps=value.deps)
 
+    def _spread(self, nodes: Sequence[ast.expr]) -> list[Value]:
+        """Return the elements of a list or the arguments of a call; one with a star may stand for several."""
+        found: list[Value] = []
+        for value in map(self.eval, nodes):
+            items = value.ref.items if value.kind == "*" else None
+            found += [value] if items is None else items
+        return found
+
     def _eval_list(self, node: ast.List | ast.Tuple | ast.Set) -> Value:
-        parts = [self.eval(element) for element in node.elts]
-        items = [item for part in parts for item in spread(part)]
+        items = self._spread(node.elts)
         result = sequence(items, "tuple" if isinstance(node, ast.Tuple) else "list")
-        if any(part.kind == "*" and part.ref.items is None for part in parts):
+        if any(item.kind == "*" for item in items):
             result.attrs["#items"] = None
         return result
 
@@ -140,12 +148,9 @@ class Evaluator:
             name = self.eval(key) if key is not None else unknown()
             if entries is not None and key is not None and name.is_known:
                 entries[str(name.const)] = value
-            elif key is None and value.fact("entries") is not None and entries is not None:
-                entries.update(value.fact("entries"))
             else:
                 entries = None
-        facts = {"#entries": entries, "#values": tuple(values)}
-        return Value("dict", taint=mix(values), deps=deps_of(values), attrs=facts)
+        return Value("dict", taint=mix(values), deps=deps_of(values), attrs={"#entries": entries})
 
     def _eval_lambda(self, node: ast.Lambda) -> Value:
         return Value("func", ref=Function(node, self.frame, self.frame.module), node=node)
@@ -155,19 +160,14 @@ class Evaluator:
         self.assign(node.target, value)
         return value
 
-    def _eval_await(self, node: ast.Await) -> Value:
-        return self.eval(node.value)
-
-    def _eval_yield(self, node: ast.Yield) -> Value:
+    def _eval_yield(self, node: ast.Yield | ast.YieldFrom) -> Value:
         value = self.eval(node.value) if node.value is not None else constant(None)
+        value = self.element(value, 0) if isinstance(node, ast.YieldFrom) else value
         old = self.frame.names.get("#yields")
         self.frame.names["#yields"] = value if old is None else join(old, value)
         return unknown()
 
-    def _eval_yieldfrom(self, node: ast.YieldFrom) -> Value:
-        source = self.eval(node.value)
-        self.frame.names["#yields"] = self.element(source, 0)
-        return unknown()
+    _eval_yieldfrom = _eval_yield
 
     def _eval_joinedstr(self, node: ast.JoinedStr) -> Value:
         parts = [self.eval(part) for part in node.values]
@@ -177,15 +177,7 @@ class Evaluator:
 
     def _eval_formattedvalue(self, node: ast.FormattedValue) -> Value:
         value = self.eval(node.value)
-        if value.is_known and (node.format_spec is not None or node.conversion != -1):
-            spec = self.eval(node.format_spec) if node.format_spec is not None else constant("")
-            if spec.is_known and node.conversion == -1:
-                try:
-                    return Value(const=format(value.const, spec.const), taint=value.taint)
-                except (ValueError, TypeError):
-                    pass
-            return unknown(value.taint)
-        return value
+        return value if node.format_spec is None and node.conversion == -1 else unknown(value.taint)
 
     def _eval_ifexp(self, node: ast.IfExp) -> Value:
         condition = self.eval(node.test)
@@ -210,41 +202,20 @@ class Evaluator:
         return found
 
     def _eval_boolop(self, node: ast.BoolOp) -> Value:
+        """Return `a and (b and c)`, where what comes after an unknown `a` is an arm of a branch."""
         stops = isinstance(node.op, ast.Or)
-        seen: list[Value] = []
-        for i, part in enumerate(node.values):
-            value = self.eval(part)
-            truth = self.truth(value)
-            if truth is stops:
-                return value if not seen else unknown_bool(seen, value, stops)
-            if truth is None:
-                seen.append(value)
-                rest = node.values[i + 1 :]
-                if rest and any(isinstance(n, ast.Call) for one in rest for n in ast.walk(one)):
-                    return self._fork_rest(node, value, rest, stops)
-            last = value
-        if not seen:
-            return last
-        if len(seen) == 1 and seen[0] is last:
-            return last
-        result = unknown(mix(seen))
-        window = next((value.fact("window") for value in seen if value.fact("window")), None)
-        if window:
-            result.attrs["#window"] = window
-        return result
-
-    def _fork_rest(self, node: ast.BoolOp, first: Value, rest: list[ast.expr], stops: bool) -> Value:
+        first, rest = self.eval(node.values[0]), node.values[1:]
         part = rest[0] if len(rest) == 1 else ast.copy_location(ast.BoolOp(node.op, rest), node)
+        truth = self.truth(first)
+        if truth is not None:
+            return first if truth is stops else self.eval(part)
         arms: list[Callable[[], Value]] = [partial(self.eval, part), lambda: first]
         found = self.fork_values(node, first, arms[::-1] if stops else arms)
         other = found[-1 if stops else 0]
-        if other.is_known and bool(other.const) is stops and not isinstance(first.const, type(None)):
-            return Value(const=other.const, taint=first.taint | other.taint) if stops else other
-        result = unknown(first.taint | other.taint)
+        if other.is_known and bool(other.const) is stops:
+            return Value(const=other.const, taint=first.taint | other.taint)
         window = first.fact("window") or other.fact("window")
-        if window:
-            result.attrs["#window"] = window
-        return result
+        return Value(taint=first.taint | other.taint, attrs={"#window": window})
 
     def _eval_unaryop(self, node: ast.UnaryOp) -> Value:
         value = self.eval(node.operand)
@@ -252,13 +223,10 @@ class Evaluator:
             truth = self.truth(value)
             if truth is not None:
                 return Value(const=not truth, taint=value.taint)
-            result = unknown(value.taint)
-            if value.fact("window"):
-                result.attrs["#window"] = value.fact("window")
-            return result
-        if value.is_known and isinstance(value.const, (int, float)):
-            number = -value.const if isinstance(node.op, ast.USub) else ~int(value.const)
-            return constant(value.const if isinstance(node.op, ast.UAdd) else number, value.taint)
+            return Value(taint=value.taint, attrs={"#window": value.fact("window")})
+        if value.is_known and isinstance(node.op, ast.USub):
+            with suppress(TypeError):
+                return constant(-value.const, value.taint)
         return Value(value.kind if value.kind == "tensor" else "", taint=value.taint, deps=value.deps)
 
     def _eval_binop(self, node: ast.BinOp) -> Value:
@@ -317,41 +285,35 @@ class Evaluator:
             result.attrs["#window"] = window
         return result
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp) -> Value:
-        sources = []
-        count: int | None = 1
-        values: list[Value] = []
-        for i, generator in enumerate(node.generators):
-            source = self.eval(generator.iter)
-            sources.append(source)
-            items = library.known_items(source)
-            length = len(items) if items is not None else library.known_length(source)
-            count = count * length if count is not None and length is not None and not generator.ifs else None
-            if i == 0 and len(node.generators) == 1 and items is not None and len(items) <= 16:
-                kept = self._each(node, generator, items)
-                if kept is not None:
-                    result = sequence(kept)
-                    library.inherit(result, sources)
-                    return result
-            self.assign(generator.target, library.iterate(self, source, generator.iter))
+    def _comprehension(self, node: Any) -> Value:
+        generators: list[ast.comprehension] = node.generators
+        source = self.eval(generators[0].iter)
+        items = library.known_items(source)
+        if items is not None and len(generators) == 1 and len(items) <= _MOST_KEPT and hasattr(node, "elt"):
+            kept = self._each(node, generators[0], items)
+            if kept is not None:
+                result = sequence(kept)
+                library.inherit(result, [source])
+                return result
+        sources = [source]
+        for i, generator in enumerate(generators):
+            if i > 0:
+                sources.append(self.eval(generator.iter))
+            self.assign(generator.target, library.iterate(self, sources[i], generator.iter))
             for test in generator.ifs:
                 self.eval(test)
-        if isinstance(node, ast.DictComp):
-            values = [self.eval(node.key), self.eval(node.value)]
-        else:
-            values = [self.eval(node.elt)]
-        kind = "dict" if isinstance(node, ast.DictComp) else "list"
-        taint, deps = mix([*values, *sources]), deps_of((*values, *sources))
-        result = Value(kind, taint=taint, deps=deps, node=node, attrs={"#element": values[-1]})
-        if count is not None and count <= _LONGEST and kind == "list":
-            result.attrs["#items"] = tuple(values * count)
+        value = self.eval(node.elt if hasattr(node, "elt") else node.value)
+        taint, deps = mix([value, *sources]), deps_of((value, *sources))
+        kind = "list" if hasattr(node, "elt") else "dict"
+        result = Value(kind, taint=taint, deps=deps, node=node, attrs={"#element": value})
+        count = library.known_length(source)
+        if kind == "list" and count is not None and len(generators) == 1 and not generators[0].ifs:
+            result.attrs["#items"] = (value,) * min(count, _LONGEST)
         library.inherit(result, sources)
         return result
 
     def _each(self, node: Any, generator: ast.comprehension, items: tuple[Value, ...]) -> list[Value] | None:
         """Return the elements of a short comprehension, or None if a condition is not known."""
-        if isinstance(node, ast.DictComp):
-            return None
         kept = []
         for item in items:
             self.assign(generator.target, item)
@@ -391,12 +353,7 @@ class Evaluator:
                 callee = owner
         else:
             callee = self.eval(node.func)
-        args = [self.eval(arg) for arg in node.args]
-        args = [
-            one
-            for arg in args
-            for one in (arg.ref.items if arg.kind == "*" and arg.ref.items is not None else [arg])
-        ]
+        args = self._spread(node.args)
         kwargs: dict[str, Value] = {}
         for keyword in node.keywords:
             value = self.eval(keyword.value)
@@ -404,24 +361,9 @@ class Evaluator:
                 kwargs[keyword.arg] = value
             elif value.fact("entries") is not None:
                 kwargs.update(value.fact("entries"))
-            elif value.kind != "dict" or value.fact("values") is None or value.fact("values"):
+            else:
                 kwargs["**"] = value
         if owner is not None:
             assert isinstance(node.func, ast.Attribute)
             return library.call_method(self, owner, node.func.attr, args, kwargs, node)
         return library.call(self, callee, args, kwargs, node)
-
-
-def spread(value: Value) -> Sequence[Value]:
-    """Return what an element of a list or of arguments stands for: several, where it has a star."""
-    if value.kind != "*":
-        return [value]
-    return value.ref.items if value.ref.items is not None else [value.ref]
-
-
-def unknown_bool(seen: list[Value], last: Value, stops: bool) -> Value:
-    """Return `a or True` of an unknown `a`."""
-    if stops is bool(last.const if last.is_known else True) and last.is_known:
-        taint = mix([*seen, last])
-        return constant(last.const, taint) if isinstance(last.const, bool) else unknown(taint)
-    return unknown(mix([*seen, last]) if last.const is not UNKNOWN else Taint.UNKNOWN)

@@ -55,7 +55,7 @@ def escape(run: Evaluator, values: Iterable[Value], depth: int = 0) -> None:
     """Record that code which was not read has got values, and may do anything with them."""
     for value in values:
         for one in value.alternatives():
-            if one.kind in ("*", "enumerate", "iterator", "progress"):
+            if one.kind in ("*", "enumerate", "iterator"):
                 escape(run, [one.ref], depth)
             if one.kind in _OBJECTS or one.kind in ("list", "tuple", "dict", "", "tensor", "state"):
                 if one.kind in _OBJECTS or one.kind == "":
@@ -95,7 +95,7 @@ def known_length(value: Value) -> int | None:
     if value.kind == "range":
         numbers = _range_of(value)
         return len(numbers) if numbers is not None else None
-    if value.kind in ("enumerate", "progress"):
+    if value.kind in ("enumerate", "iterator"):
         return known_length(value.ref)
     items = known_items(value)
     return len(items) if items is not None else None
@@ -103,37 +103,27 @@ def known_length(value: Value) -> int | None:
 
 def is_same(a: Value, b: Value) -> bool | None:
     """Return whether two values are the same object, or None if that is not known."""
-    if a.kind == "union" or b.kind == "union":
+    if "union" in (a.kind, b.kind):
         return None
     if a.is_known and b.is_known:
         return a.const is b.const or (a.const == b.const and isinstance(a.const, (bool, int, str)))
-    for one, other in ((a, b), (b, a)):
-        if one.is_none:
-            return (
-                False if other.kind not in ("", "tensor") or (other.kind == "tensor" and other.node) else None
-            )
-    if a.kind == b.kind == "lib":
-        return bool(a.ref == b.ref)
+    other = b if a.is_none else a
+    if (a.is_none or b.is_none) and (
+        other.kind not in ("", "tensor") or (other.kind == "tensor" and other.node)
+    ):
+        return False
     return None
 
 
 def contains(box: Value, one: Value) -> bool | None:
     """Return whether a container has an element, or None if that is not known."""
-    if not one.is_known:
+    if not one.is_known or isinstance(box.const, str):
         return None
-    if box.is_known:
-        try:
-            return one.const in box.const
-        except TypeError:
-            return None
     if box.kind == "environ":  # of a launcher
         return True if one.const in ("RANK", "WORLD_SIZE", "LOCAL_RANK") else None
-    if box.kind == "range":
-        numbers = _range_of(box)
-        return one.const in numbers if numbers is not None else None
-    if box.kind == "dict" and box.fact("entries") is not None:
+    if box.fact("entries") is not None:
         return str(one.const) in box.fact("entries")
-    items = box.items
+    items = known_items(box)
     if items is not None and all(item.is_known for item in items):
         return any(item.const == one.const for item in items)
     return None
@@ -143,15 +133,12 @@ def keep_facts(result: Value, left: Value, op: ast.operator, right: Value) -> No
     """Pass on what an operator leaves true."""
     if isinstance(op, ast.Mod) and not result.is_known:
         size = right.const if right.is_known else right.fact("default")
-        result.attrs["#window"] = size if isinstance(size, int) else "?"
+        result.attrs |= {"#window": size if isinstance(size, int) else "?", "#left_over": right.fact("world")}
     if isinstance(op, ast.FloorDiv) and right.fact("world"):
         result.attrs["#per_rank"] = True
-    if isinstance(op, ast.Mult) and (
-        (left.fact("per_rank") and right.fact("world")) or (right.fact("per_rank") and left.fact("world"))
-    ):
+    is_multiple = any(a.fact("per_rank") and b.fact("world") for a, b in ((left, right), (right, left)))
+    if (isinstance(op, ast.Mult) and is_multiple) or (isinstance(op, ast.Sub) and right.fact("left_over")):
         result.attrs["#even"] = True
-    if isinstance(op, ast.Sub) and left.fact("length") and not result.is_known:
-        result.attrs["#even"] = "world" in str(right.fact("window") or "")
     if isinstance(op, (ast.Add, ast.Sub)) and left.fact("window") and right.is_known and not result.is_known:
         result.attrs["#window"] = left.fact("window")
     if isinstance(op, ast.Add) and result.kind in ("", "tensor"):

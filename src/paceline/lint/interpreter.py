@@ -88,6 +88,7 @@ class Interpreter(Evaluator):
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
         data |= {"spawned": self.is_spawned, "started": self.is_started, "unread": self.num_unread_calls}
+        data["limit"] = self.place.local_world
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event
@@ -227,11 +228,6 @@ class Interpreter(Evaluator):
 
     def _run_nonlocal(self, node: ast.Nonlocal) -> None:
         self.frame.nonlocals.update(node.names)
-
-    def _run_delete(self, node: ast.Delete) -> None:
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self.set(self._table_of(target.id), target.id, unknown())
 
     def _run_import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -512,32 +508,25 @@ class Interpreter(Evaluator):
     ) -> Value:
         """Follow a call."""
         function: Function = value.ref
-        definition = function.node
+        definition: Any = function.node
         if self.depth > _MOST_CALLS or id(definition) in self.active:
             return unknown(deps=deps_of(args))
         self.tick()
         self.visited.add(id(definition))
         frame = ScriptFrame({}, function.module, function.frame)
-        if isinstance(definition, ast.Lambda):
-            arguments, body = definition.args, None
-        else:
-            assert isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef))
-            arguments, body = definition.args, definition.body
         owner = owner if owner is not None else value.attrs.get("#self")
-        self._bind(frame, arguments, [owner, *args] if owner is not None else list(args), kwargs)
+        self._bind(frame, definition.args, [owner, *args] if owner is not None else list(args), kwargs)
         before = self.frame, self.conditions
         self.frame, self.conditions = frame, []
         self.depth += 1
         self.active.append(id(definition))
         items: list[Item] = []
+        body = definition.body
+        if isinstance(definition, ast.Lambda):
+            body = [ast.copy_location(ast.Return(definition.body), definition.body)]
         try:
             with self._into(items):
-                if body is None:
-                    assert isinstance(definition, ast.Lambda)
-                    frame.returns.append(self.eval(definition.body))
-                    ends = frozenset({"return"})
-                else:
-                    ends = self.execute(body)
+                ends = self.execute(body)
         finally:
             self.frame, self.conditions = before
             self.depth -= 1
@@ -550,7 +539,7 @@ class Interpreter(Evaluator):
             return Value(
                 "list", taint=frame.names["#yields"].taint, attrs={"#element": frame.names["#yields"]}
             )
-        if "next" in ends and body is not None:
+        if "next" in ends:
             frame.returns.append(Value(const=None, taint=frame.taint))
         result = frame.returns[0] if frame.returns else constant(None)
         for other in frame.returns[1:]:
@@ -561,33 +550,18 @@ class Interpreter(Evaluator):
         self, frame: ScriptFrame, args: ast.arguments, given: list[Value], kwargs: dict[str, Value]
     ) -> None:
         names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
-        before = self.frame
-        if frame.outer is not None:
-            self.frame = frame.outer
-        defaults = [self.eval(default) for default in args.defaults]
-        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-            if default is not None:
-                frame.names[arg.arg] = self.eval(default)
+        known = [*names, *(arg.arg for arg in args.kwonlyargs)]
+        defaults = [None] * (len(names) - len(args.defaults)) + [*args.defaults, *args.kw_defaults]
+        before, self.frame = self.frame, frame.outer or self.frame
+        for name, default in zip(known, defaults, strict=True):
+            frame.names[name] = self.eval(default) if default is not None else unknown()
         self.frame = before
-        for name, value in zip(names[len(names) - len(defaults) :], defaults, strict=True):
-            frame.names[name] = value
         spread = next((i for i, value in enumerate(given) if value.kind == "*"), len(given))
-        for name, value in zip(names, given[:spread], strict=False):
-            frame.names[name] = value
-        for name in names:
-            if spread < len(given) or name not in frame.names:
-                frame.names.setdefault(name, unknown())
+        frame.names.update(zip(names, given[:spread], strict=False))
         if args.vararg is not None:
             rest = given[len(names) :]
             frame.names[args.vararg.arg] = sequence(rest, "tuple") if spread == len(given) else Value("tuple")
-        known = {*names, *(arg.arg for arg in args.kwonlyargs)}
-        extra = {}
-        for name, value in kwargs.items():
-            if name in known:
-                frame.names[name] = value
-            else:
-                extra[name] = value
-        for arg in args.kwonlyargs:
-            frame.names.setdefault(arg.arg, unknown())
+        frame.names.update({name: value for name, value in kwargs.items() if name in known})
         if args.kwarg is not None:
+            extra = {name: value for name, value in kwargs.items() if name not in known}
             frame.names[args.kwarg.arg] = Value("dict", attrs={"#entries": extra}, taint=Taint.NONE)

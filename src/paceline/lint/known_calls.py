@@ -20,8 +20,9 @@ from paceline.lint.facts import (
     make,
 )
 from paceline.lint.names import canonical
-from paceline.lint.values import Taint, Value, constant, mix, sequence, unknown
+from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
 
+_OF_CONSTANTS = ("int", "str", "float", "bool", "min", "max", "abs", "sum", "round", "any", "all")
 _WRAPPERS = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "DataParallel": "dp"}
 
 
@@ -36,19 +37,19 @@ def call_init(c: KnownCall) -> Value:
     return c.tell("init", constant(None), backend=backend, method=c.pick(1, "init_method"), **given)
 
 
-@known("dist.get_rank dist.get_world_size dist.get_node_local_rank")
+@known("dist.get_rank dist.get_world_size")
+@known("size rank", of="group")
 def call_rank(c: KnownCall) -> Value:
-    group = c.pick(0, "group")
-    if c.name in ("get_node_local_rank",):
-        return methods.place_value(c.run, "local_rank")
-    if group is not None and not group.is_none:
-        members = group.fact("members")
-        if members is None:
-            return unknown(Taint.RANK if c.name == "get_rank" else Taint.NONE)
-        if c.name == "get_world_size":
-            return constant(len(members))
-        return constant(members.index(c.run.place.rank) if c.run.place.rank in members else -1, Taint.RANK)
-    return methods.place_value(c.run, "rank" if c.name == "get_rank" else "world")
+    group = c.owner if c.owner.kind == "group" else c.pick(0, "group")
+    is_size, rank = c.name in ("size", "get_world_size"), c.run.place.rank
+    if group is None or group.is_none:
+        return methods.place_value(c.run, "world" if is_size else "rank")
+    members = group.fact("members")
+    if members is None:
+        return unknown(Taint.NONE if is_size else Taint.RANK)
+    if is_size:
+        return constant(len(members))
+    return constant(members.index(rank) if rank in members else -1, Taint.RANK)
 
 
 @known("dist.is_initialized dist.is_available")
@@ -88,7 +89,7 @@ def call_wrap(c: KnownCall) -> Value:
     value = make(c.run, kind, c.node)
     value.attrs["module"] = model
     value.deps = frozenset()
-    for name in ("find_unused_parameters", "broadcast_buffers", "static_graph", "use_orig_params"):
+    for name in ("find_unused_parameters", "broadcast_buffers", "use_orig_params"):
         given = c.kwargs.get(name)
         value.attrs["#" + name] = None if given is None else bool(given.const) if given.is_known else "?"
     group = c.kwargs.get("process_group")
@@ -97,10 +98,10 @@ def call_wrap(c: KnownCall) -> Value:
         if one.kind == "model":
             c.run.set(one.attrs, "#wrapped", value)
     state = {"device_set": c.run.device_set, "backend": c.run.backend, "devices": c.pick(1, "device_ids")}
-    c.run.emit("wrap", c.node, wrapper=value, module=model, what=kind, extra="**" in c.kwargs, **state)
+    c.run.emit("wrap", c.node, wrapper=value, module=model, what=kind, **state)
     ids = state["devices"] if kind == "ddp" else None
     for one in (ids.items or ()) if ids is not None else ():
-        c.run.emit("device", c.node, device=one, limit=c.run.place.local_world)
+        c.run.emit("device", c.node, device=one)
     return value
 
 
@@ -124,6 +125,7 @@ def call_loader(c: KnownCall) -> Value:
     if sampler.is_known and batch_sampler.kind:
         sampler = batch_sampler.attrs.get("sampler", batch_sampler)
     value.attrs |= {"sampler": sampler, "dataset": given["dataset"], "batch_size": given["batch_size"]}
+    value.attrs["batch_sampler"] = Value("holder", attrs={"sampler": sampler})
     return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 
@@ -197,26 +199,18 @@ def call_load(c: KnownCall) -> Value:
     return Value("loaded", taint=Taint.UNKNOWN | (target.taint & Taint.RANK), attrs={"#event": event})
 
 
-@known("torch.device torch.cuda.device torch.cuda.set_device")
+@known("torch.device torch.cuda.set_device")
 def call_device(c: KnownCall) -> Value:
     device = c.args[0] if c.args else c.kwargs.get("device", unknown())
     index = c.args[1] if len(c.args) > 1 else None
-    c.run.emit("device", c.node, device=index or device, limit=c.run.place.local_world)
+    c.run.emit("device", c.node, device=index or device)
     if c.name == "set_device":
         c.run.device_set = True
-        return constant(None)
-    if c.name == "device" and not isinstance(c.node, ast.Call):
-        return unknown()
-    name = getattr(getattr(c.node, "func", None), "value", None)
-    if isinstance(name, ast.Attribute) and name.attr == "cuda":
-        return Value("device_context")
-    word = methods.device_word(device)
-    if index is not None:
-        word = "own"
+    word = methods.device_word(device) if index is None else "own"
     return Value("device", taint=device.taint, ref=word)
 
 
-@known("torch.manual_seed torch.random.manual_seed")
+@known("torch.manual_seed")
 def call_seed(c: KnownCall) -> Value:
     c.run.seed = mix(c.values)
     return unknown(Taint.NONE)
@@ -264,18 +258,16 @@ def call_dcp(c: KnownCall) -> Value | None:
     return None
 
 
-@known("nnutils.*")
-def call_clip(c: KnownCall) -> Value | None:
-    if c.name in ("clip_grad_norm_", "clip_grad_value_"):
-        c.run.emit("clip", c.node, deps=c.args[0].deps if c.args else frozenset())
-        return unknown(Taint.NONE)
-    return None
-
-
 @known("accelerate.Accelerator")
 def call_accelerator(c: KnownCall) -> Value:
     c.run.initialized = c.run.device_set = True
-    return make(c.run, "accelerator", c.node)
+    value, place = make(c.run, "accelerator", c.node), c.run.place
+    for name, field in (("process_index", "rank"), ("local_process_index", "local_rank")):
+        value.attrs[name] = methods.place_value(c.run, field)
+    value.attrs["num_processes"] = methods.place_value(c.run, "world")
+    value.attrs["is_main_process"] = constant(place.rank == 0, Taint.RANK)
+    value.attrs["is_local_main_process"] = constant(place.local_rank == 0, Taint.RANK)
+    return value
 
 
 @known("mp.spawn mp.Process")
@@ -319,13 +311,15 @@ def call_builtin(c: KnownCall) -> Value:
         if length is not None:
             return constant(length, first.taint, length=True)
         return Value(taint=first.taint & ~Taint.LOCAL, attrs={"#length": True})
-    if c.name in ("int", "str", "float", "bool"):
-        if first.is_known and len(c.args) == 1:
+    if c.name in _OF_CONSTANTS:
+        if c.args and all(arg.is_known for arg in c.args):
             with suppress(ValueError, TypeError):
                 kept = {name: fact for name, fact in first.attrs.items() if name in ("#world", "#devices")}
-                return Value(const=getattr(builtins, c.name)(first.const), taint=first.taint, attrs=kept)
-            return unknown(first.taint)
-        return first if not first.kind else unknown(first.taint)
+                const = getattr(builtins, c.name)(*(arg.const for arg in c.args))
+                return Value(const=const, taint=mix(c.args), attrs=kept)
+        kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
+        is_same = c.name in ("int", "float") and not first.kind
+        return first if is_same else Value(kind, taint=mix(c.args), deps=deps_of(c.args))
     if c.name == "isinstance":
         return call_isinstance(first, c.args[1] if len(c.args) > 1 else unknown())
     if c.name in ("hasattr", "getattr"):
@@ -335,22 +329,9 @@ def call_builtin(c: KnownCall) -> Value:
         return Value("super", ref=c.args[1] if len(c.args) > 1 else names[0] if names else unknown())
     if c.name == "next":
         return call_next(c.run, first) if first.kind == "iterator" else c.run.element(first, 0)
-    if c.name in ("map", "filter") and len(c.args) > 1:
-        element = c.run.element(c.args[1], 0)
-        element = element if c.name == "filter" else unknown(element.taint, element.deps)
-        return Value("list", taint=mix(c.args), deps=c.args[1].deps, attrs={"#element": element})
-    if c.name in ("min", "max", "sum", "abs", "round", "any", "all"):
-        taint = mix(c.args)
-        if all(arg.is_known for arg in c.args) and c.name in ("min", "max", "abs") and c.args:
-            with suppress(Exception):
-                return Value(const=getattr(builtins, c.name)(*(arg.const for arg in c.args)), taint=taint)
-        kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
-        return Value(kind, taint=taint, deps=deps_of(c.args))
     if c.name == "dict":
         entries = dict(c.kwargs) if not c.args else None
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
-    if c.name == "print":
-        return constant(None)
     if c.name == "open":
         return Value("file", ref=first, taint=first.taint)
     if c.name in ("locals", "globals", "vars", "eval", "exec"):
@@ -395,17 +376,10 @@ def call_getattr(run: Any, owner: Value, args: list[Value], node: ast.AST, last:
     from paceline.lint import library  # which is built on this file
 
     name = args[1].const if len(args) > 1 and args[1].is_known else None
-    if owner.kind in ("ddp", "fsdp") and isinstance(name, str):
-        if name in owner.attrs:
-            return constant(True) if last == "hasattr" else owner.attrs[name]
-        inner = owner.attrs["module"]
-        if last == "hasattr" and inner.kind == "model" and inner.script_class is not None:
-            return constant(False) if inner.ref.find(name) is not None else unknown(Taint.NONE)
-        return unknown(Taint.UNKNOWN, {owner})
-    if owner.kind == "model" and name == "module":
-        return constant(False) if last == "hasattr" else args[2] if len(args) > 2 else unknown()
-    if owner.kind == "sampler" and name == "set_epoch" and last == "hasattr":
-        return constant(True) if owner.fact("distributed") else unknown(Taint.NONE)
+    if owner.kind in ("ddp", "fsdp", "model") and name == "module":
+        if last == "hasattr":
+            return constant(owner.kind != "model")
+        return owner.attrs["module"] if owner.kind != "model" else args[2] if len(args) > 2 else unknown()
     if isinstance(name, str) and last == "getattr" and len(args) == 2:
         return library.get_attribute(run, owner, name, node)
     return unknown(owner.taint, owner.deps)
@@ -416,7 +390,7 @@ def call_getattr(run: Any, owner: Value, args: list[Value], node: ast.AST, last:
 def call_passes(c: KnownCall) -> Value:
     first = c.args[0] if c.args else c.kwargs.get("iterable", sequence(()))
     if c.name in ("deepcopy", "copy"):
-        return call_copied(c.run, first, c.node)
+        return methods.copied(first, "#wrapped")
     if first.kind == "loader" and c.name in ("iter", "cycle", "chain"):
         c.run.emit("iterate", c.node, loader=first)
         return Value("iterator", ref=first, taint=first.taint)
@@ -430,28 +404,10 @@ def call_passes(c: KnownCall) -> Value:
     return first
 
 
-def call_copied(run: Any, first: Value, node: ast.AST) -> Value:
-    if first.kind == "model":
-        value = make(run, "model", node, buffers=first.fact("buffers"))
-        value.ref = first.ref
-        value.attrs.update({name: part for name, part in first.attrs.items() if not name.startswith("#")})
-        return value
-    return methods.copied(first)
-
-
 @known("*.tqdm")
 def call_progress(c: KnownCall) -> Value:
-    first = c.args[0] if c.args else c.kwargs.get("iterable")
-    if first is None:
-        return Value("progress", ref=sequence(()))
-    return Value("progress", ref=first, taint=first.taint, deps=first.deps)
-
-
-@known("os.path.join pathlib.Path")
-def call_path(c: KnownCall) -> Value:
-    if all(arg.is_known for arg in c.args) and c.args:
-        return Value(const="/".join(str(arg.const) for arg in c.args), taint=mix(c.args))
-    return unknown(mix(c.args))
+    first = c.pick(0, "iterable") or sequence(())
+    return Value("iterator", ref=first, taint=first.taint, deps=first.deps)
 
 
 _SIMPLE: dict[str, Handler] = {
@@ -459,6 +415,11 @@ _SIMPLE: dict[str, Handler] = {
         "tensor", taint=mix(c.args[:1]), deps=deps_of(c.args[:1]), node=c.node
     ),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),
+    "torch.cuda.device": lambda c: Value("device_context", attrs={"#as": call_device(c)}),
+    "dist.get_node_local_rank": lambda c: methods.place_value(c.run, "local_rank"),
+    "nnutils.clip_grad_norm_ nnutils.clip_grad_value_": lambda c: c.tell(
+        "clip", unknown(Taint.NONE), deps=deps_of(c.args[:1])
+    ),
     "torch.no_grad torch.inference_mode": lambda c: Value("no_grad"),
     "torch.autocast contextlib.nullcontext contextlib.suppress": lambda c: Value("context"),
     "contextlib.ExitStack": lambda c: Value("holder", attrs={"sampler": constant(None)}),
@@ -471,9 +432,13 @@ _SIMPLE: dict[str, Handler] = {
     "os.getenv": lambda c: methods.read_environment(
         c.run, c.run.environ, c.args[0], c.args[1] if len(c.args) > 1 else constant(None)
     ),
+    "os.path.join pathlib.Path": lambda c: Value(
+        const="/".join(str(arg.const) for arg in c.args) if all(arg.is_known for arg in c.args) else UNKNOWN,
+        taint=mix(c.args),
+    ),
     "io.BytesIO": lambda c: Value("buffer"),
     "sys.exit os._exit builtins.exit builtins.quit": lambda c: Value("never"),
-    "*.trange": lambda c: Value("progress", ref=Value("range", ref=tuple(c.args), taint=mix(c.args))),
+    "*.trange": lambda c: Value("iterator", ref=Value("range", ref=tuple(c.args), taint=mix(c.args))),
 }
 for _names, _handler in _SIMPLE.items():
     known(_names)(_handler)

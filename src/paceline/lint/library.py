@@ -56,9 +56,6 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     if name in owner.attrs:
         value: Value = owner.attrs[name]
         return value
-    special = methods.attribute(run, owner, name, node)
-    if special is not None:
-        return special
     if owner.kind in ("instance", "model", "dataset") and owner.script_class is not None:
         member: Value | None = owner.ref.find(name)
         if member is not None:
@@ -154,11 +151,10 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
             return items[key.const]
         if owner.kind == "dict" and owner.is_known and isinstance(owner.const, dict):
             return constant(owner.const.get(key.const))
-    special = methods.element(run, owner, key, node)
-    if special is not None:
-        return special
-    if owner.kind == "lib":
-        return Value("lib", ref=owner.ref)
+    if owner.kind in ("model", "ddp", "fsdp"):
+        return Value(taint=owner.taint, deps=owner.deps | {owner}, attrs={"#part": True})
+    if owner.kind in ("mesh", "loaded", "state", "lib"):
+        return methods.copied(owner)
     items = owner.items or tuple((owner.fact("entries") or {}).values())
     if items and Taint.RANK in key.taint:
         found = join_items(items)
@@ -180,7 +176,7 @@ def iterate(run: Any, source: Value, node: ast.AST) -> Value:
         return sequence((unknown(Taint.NONE), iterate(run, source.ref, node)), "tuple")
     if source.kind == "zip":
         return sequence([iterate(run, one, node) for one in source.ref], "tuple")
-    if source.kind in ("progress", "iterator"):
+    if source.kind == "iterator":
         return iterate(run, source.ref, node)
     if source.kind == "loader":
         run.emit("iterate", node, loader=source)

@@ -20,6 +20,7 @@ from paceline.lint.facts import (
 )
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
+_OF_TEXT = words("format join lower upper strip startswith endswith replace")
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
 _MODULES = "model ddp fsdp dp"
 _OWN_SYNC = "register_comm_hook register_buffer set_requires_gradient_sync set_requires_all_reduce"
@@ -114,37 +115,6 @@ def backward(run: Any, loss: Value, node: ast.AST, scaler: Value | None = None) 
     )
 
 
-def attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value | None:
-    """Return an attribute that means something, or None."""
-    if owner.kind == "loader" and name == "batch_sampler":
-        return Value("holder", attrs={"sampler": owner.attrs["sampler"]})
-    if owner.kind == "accelerator":
-        fields = {"process_index": "rank", "local_process_index": "local_rank", "num_processes": "world"}
-        if name in fields:
-            return place_value(run, fields[name])
-        if name in ("is_main_process", "is_local_main_process"):
-            number = run.place.rank if name == "is_main_process" else run.place.local_rank
-            return constant(number == 0, Taint.RANK)
-    if owner.kind == "model" and name in ("weight", "bias"):
-        return Value("tensor", deps=owner.deps | {owner}, node=node)
-    if owner.kind == "tensor" and name == "shape":
-        shape = owner.fact("shape")
-        known = sequence((constant(one) for one in shape or ()), "tuple")
-        return known if shape else unknown(owner.taint & ~Taint.LOCAL)
-    return None
-
-
-def element(run: Any, owner: Value, key: Value, node: ast.AST) -> Value | None:
-    """Return an element of an object that means something, or None."""
-    if owner.kind in ("model", "ddp", "fsdp"):
-        part = unknown(owner.taint, owner.deps | {owner})
-        part.attrs["#part"] = True
-        return part
-    if owner.kind in ("mesh", "loaded", "state"):
-        return Value(owner.kind, taint=owner.taint, ref=owner.ref, deps=owner.deps, attrs=dict(owner.attrs))
-    return None
-
-
 def call(
     run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
 ) -> Value | None:
@@ -183,17 +153,13 @@ def _add_argument(owner: Value, args: list[Value], kwargs: dict[str, Value]) -> 
         table[dest] = default.const if default is not None and default.is_known else None
 
 
-def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value | None:
-    values = [*args, *kwargs.values()]
-    if all(value.is_known for value in values) and name in words(
-        "format join lower upper strip startswith endswith replace"
-    ):
+def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    values = [owner, *args, *kwargs.values()]
+    if name in _OF_TEXT and not kwargs and all(value.is_known for value in values):
         with suppress(Exception):
-            return constant(getattr(owner.const, name)(*(arg.const for arg in args)), mix([owner, *values]))
-        return None
+            return constant(getattr(owner.const, name)(*(arg.const for arg in args)), mix(values))
     # A path: what it says of files may differ.
-    taint = Taint.NONE if hasattr(str, name) else Taint.UNKNOWN
-    return unknown(mix([owner, *values]) | taint)
+    return unknown(mix(values) | (Taint.NONE if hasattr(str, name) else Taint.UNKNOWN))
 
 
 @known("parameters named_parameters modules named_modules children named_children buffers", of=_MODULES)
@@ -228,12 +194,6 @@ def _to(c: KnownCall) -> Value:
     return c.owner
 
 
-@known("clip_grad_norm_", of=_MODULES)
-def _clip(c: KnownCall) -> Value:
-    c.run.emit("clip", c.node, deps=c.owner.deps | {c.owner})
-    return unknown(Taint.NONE)
-
-
 def _device_of(c: KnownCall) -> Any:
     """Return "cpu", "current" (the device that is set), "own" or "?"; None if it is no device."""
     if c.name == "cpu":
@@ -243,7 +203,7 @@ def _device_of(c: KnownCall) -> Any:
         return "current"
     if device is None or (device.kind == "lib" and device.ref.startswith("torch.")):
         return None
-    c.run.emit("device", c.node, device=device, limit=c.run.place.local_world)
+    c.run.emit("device", c.node, device=device)
     if device.kind == "device":
         return device.ref
     return device_word(device)
@@ -326,9 +286,9 @@ def _of_dict(c: KnownCall) -> Value | None:
     return sequence(entries.values()) if c.name == "values" and entries is not None else None
 
 
-def copied(value: Value) -> Value:
+def copied(value: Value, *without: str) -> Value:
     """Return another object of which the same is known."""
-    attrs = dict(value.attrs)
+    attrs = {name: fact for name, fact in value.attrs.items() if name not in without}
     return Value(value.kind, value.const, value.taint, value.ref, value.deps, value.node, attrs)
 
 
@@ -352,14 +312,6 @@ def _prepare(c: KnownCall) -> Value:
     escape(c.run, c.args)
     ready = [unknown(deps=arg.deps) for arg in c.args]
     return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
-
-
-@known("size rank", of="group")
-def _group(c: KnownCall) -> Value:
-    members, rank = c.owner.fact("members"), c.run.place.rank
-    if members is None or rank not in members:
-        return unknown(Taint.RANK if c.name == "rank" else Taint.NONE)
-    return constant(len(members)) if c.name == "size" else constant(members.index(rank), Taint.RANK)
 
 
 @known("enter_context push", of="holder")
@@ -386,6 +338,7 @@ def _dataset(c: KnownCall) -> Value:
 # Kinds of owners, names of methods, and what they return.
 _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     (_MODULES, "half bfloat16 float double train eval apply", lambda c: c.owner),
+    (_MODULES, "clip_grad_norm_", lambda c: c.tell("clip", unknown(), deps=c.owner.deps | {c.owner})),
     (_MODULES, "no_sync", lambda c: Value("no_sync", ref=c.owner)),
     ("ddp", "join", lambda c: Value("join")),
     ("optimizer", "state_dict", lambda c: Value("state", ref=c.owner)),
@@ -399,7 +352,7 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("mesh", "get_local_rank get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
     ("mesh", "size", lambda c: unknown(Taint.NONE)),
     ("mesh", "*", lambda c: Value("mesh")),
-    ("iterator progress", "set_description set_postfix update", lambda c: c.owner),
+    ("iterator", "set_description set_postfix update", lambda c: c.owner),
     ("dataset", "train_test_split", lambda c: Value("dict", attrs={"#element": c.owner})),
     ("scaler", "update", lambda c: constant(None)),
     (_MODULES, "forward __call__", lambda c: forward(c.run, c.owner, c.args, c.kwargs, c.node)),

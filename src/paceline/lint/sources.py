@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import io
 import json
@@ -41,78 +40,60 @@ class ScriptSource:
 
 @dataclass(frozen=True)
 class LintSettings:
-    """`[tool.paceline.lint]`: what a project doesn't want to read.
+    """`[tool.paceline.lint]`: levels by code, or by "all", for the project and for some of its files.
 
     Attributes:
-        levels: the level of a code, or "off".
-        exclude: patterns of paths that are left out.
-        per_file: patterns of paths, with the codes that are off in them.
+        level: the level of a code, or "off".
+        per_file: the same for the files that match a pattern, the later ones first.
+        folder: where patterns start.
     """
 
-    levels: dict[str, str] = field(default_factory=dict)
-    exclude: tuple[str, ...] = ()
-    per_file: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    level: dict[str, str] = field(default_factory=dict)
+    per_file: dict[str, dict[str, str]] = field(default_factory=dict)
     folder: Path = Path()
 
     def level_of(self, code: str, path: str, level: str) -> str:
         """Return the level of a finding under these settings."""
-        for pattern, codes in self.per_file.items():
-            if code in codes and self._matches(path, pattern):
-                return "off"
-        return self.levels.get(code, level)
-
-    def leaves_out(self, path: str) -> bool:
-        """Return whether a file is left out."""
-        return any(self._matches(path, pattern) for pattern in self.exclude)
+        mine = [table for pattern, table in self.per_file.items() if self._matches(path, pattern)]
+        for table in (*reversed(mine), self.level):
+            if found := table.get(code) or table.get("all"):
+                return found
+        return level
 
     def _matches(self, path: str, pattern: str) -> bool:
-        with contextlib.suppress(ValueError):
-            path = Path(path).resolve().relative_to(self.folder.resolve()).as_posix()
-        return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, pattern.rstrip("/") + "/*")
+        full = Path(path).resolve()
+        name = full.relative_to(self.folder).as_posix() if full.is_relative_to(self.folder) else path
+        return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, pattern.rstrip("/") + "/*")
 
 
 def read_settings(folder: Path, codes: Sequence[str]) -> LintSettings:
     """Return the settings of the nearest pyproject.toml that has some, at or above a folder."""
     for place in (folder.resolve(), *folder.resolve().parents):
         file = place / "pyproject.toml"
-        if file.is_file():
-            try:
-                table = (
-                    tomllib.loads(file.read_text(encoding="utf-8"))
-                    .get("tool", {})
-                    .get("paceline", {})
-                    .get("lint")
-                )
-            except (OSError, ValueError):
-                continue
-            if table is not None:
-                return _check_settings(table, file, codes)
+        try:
+            tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+        except (OSError, ValueError):
+            continue
+        if (table := tools.get("paceline", {}).get("lint")) is not None:
+            return _check_settings(table, file, codes)
     return LintSettings()
 
 
 def _check_settings(table: dict[str, Any], file: Path, codes: Sequence[str]) -> LintSettings:
-    def refuse(saw: str) -> PacelineError:
-        rule = "[tool.paceline.lint] has the keys ignore, exclude, level and per-file-ignores, with codes."
-        return PacelineError(
+    per_file = table.get("per-file", {})
+    wrong = [f"the key {key!r}" for key in table if key not in ("level", "per-file")]
+    for levels in (table.get("level", {}), *per_file.values()):
+        for code, level in levels.items():
+            wrong += [] if code in (*codes, "all") else [f"{code!r}, which is no code of a rule"]
+            wrong += [] if level in _LEVELS else [f"the level {level!r} of {code}"]
+    if wrong:
+        raise PacelineError(
             "PL096",
-            saw=f"{file}: {saw}",
-            rule=rule,
-            fix='For example: ignore = ["PL040"], level = { PL043 = "error" }.',
+            saw=f"{file} has {wrong[0]}.",
+            rule="`level` and `per-file` give a code, or all, a level: error, warning, advice or off.",
+            fix='For example: level = { PL040 = "off" }, per-file = { "tests/*" = { all = "off" } }.',
         )
-
-    levels: dict[str, str] = {}
-    for key, value in table.items():
-        if key not in ("ignore", "exclude", "level", "per-file-ignores"):
-            raise refuse(f"the key {key!r}.")
-        if key == "level" and any(level not in _LEVELS for level in value.values()):
-            raise refuse(f"level = {value!r}; a level is error, warning, advice or off.")
-        named = value if key == "ignore" else list(value) if key == "level" else []
-        named = [code for part in value.values() for code in part] if key == "per-file-ignores" else named
-        if wrong := [code for code in named if code not in codes]:
-            raise refuse(f"{key} names {wrong[0]!r}, which is no code of a rule.")
-    levels |= dict.fromkeys(table.get("ignore", []), "off") | table.get("level", {})
-    per_file = {pattern: tuple(part) for pattern, part in table.get("per-file-ignores", {}).items()}
-    return LintSettings(levels, tuple(table.get("exclude", [])), per_file, file.parent)
+    return LintSettings(table.get("level", {}), per_file, file.parent)
 
 
 def read_sources(paths: Sequence[str], stdin: Callable[[], str]) -> Iterator[ScriptSource]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent, loops
@@ -24,7 +24,6 @@ _SIZED = {"all_reduce", "broadcast", "reduce", "all_gather"}
 class Token:
     """A collective, or a loop or branch around some, of a witness."""
 
-    kind: str
     signature: tuple[Any, ...]
     event: TraceEvent | None = None
     loop: LoopItem | None = None
@@ -55,13 +54,13 @@ def list_tokens(items: Sequence[Item], place: WitnessPlace, other: WitnessPlace 
         elif isinstance(item, LoopItem):
             body = list_tokens(item.body, place, other)
             if body:
-                found.append(Token("loop", ("loop", id(item.node)), loop=item, parts=[body]))
+                found.append(Token(("loop", id(item.node)), loop=item, parts=[body]))
         elif isinstance(item, BranchItem):
             arms = [list_tokens(arm, place, other) for arm in item.arms]
             if len({_shape(arm) for arm in arms}) == 1:
                 found += arms[0]
             elif any(arms):
-                found.append(Token("branch", ("branch", id(item.node)), parts=arms))
+                found.append(Token(("branch", id(item.node)), parts=arms))
     return found
 
 
@@ -80,18 +79,18 @@ def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None
             if other is not None and other.rank not in key:
                 return
             key = "world" if len(key) == place.world else key
-        yield Token("event", (event.op, key), event)
+        yield Token((event.op, key), event)
     elif event.kind == "forward":
         model = event.model
         if model.fact("group") is not None:
             return
         is_sharded = model.kind == "fsdp" or (model.kind == "model" and model.fact("sharded"))
         if is_sharded or (event.buffers and event.is_quiet is False):
-            yield Token("event", ("forward", id(model.node)), event)
+            yield Token(("forward", id(model.node)), event)
     elif event.kind == "backward":
         for model, quiet in sorted(event.quiet.items(), key=_place_of):
             if quiet is False and model.fact("group") is None:
-                yield Token("event", ("backward", id(model.node)), event)
+                yield Token(("backward", id(model.node)), event)
 
 
 def _place_of(pair: tuple[Value, bool | None]) -> tuple[int, int]:
@@ -103,12 +102,7 @@ def _op(token: Token) -> str:
     return "the wrapped model" if token.signature[0] in ("forward", "backward") else str(token.signature[0])
 
 
-@dataclass(frozen=True)
-class _Difference:
-    code: str
-    node: ast.AST
-    path: str
-    saw: str
+_Difference: TypeAlias = "tuple[str, Spot]"
 
 
 def _compare(
@@ -124,14 +118,11 @@ def _compare(
         ops = [{leaf.signature for token in side for leaf in token.leaves()} for side in (a[i:], b[j:])]
         alone = one is not None and not {leaf.signature for leaf in one.leaves()} & ops[1]
         other_alone = other is not None and not {leaf.signature for leaf in other.leaves()} & ops[0]
-        events = [token.event if token is not None else None for token in (one, other)]
-        if one is not None and other is not None and None not in events and alone == other_alone:
-            here, there = one.leaf, other.leaf
+        if one is not None and other is not None and one.event and other.event and alone == other_alone:
             ranks = places[0].rank, places[1].rank
             saw = f"rank {ranks[0]} calls {_op(one)} here, while rank {ranks[1]} calls {_op(other)} "
-            saw += f"(line {there.line})."
             if "forward" not in (one.signature[0], other.signature[0]) or alone:
-                yield _Difference("PL002", here.node, here.path, saw)
+                yield "PL002", at(one.event, f"{saw}(line {other.event.line}).")
             return
         if alone and one is not None:
             yield _missing(one, places[0], places[1])
@@ -147,7 +138,7 @@ def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> _Differen
     event = token.leaf
     via = "forward" if event.kind in ("forward", "backward") else event.via or ""
     saw = f"rank {here.rank} calls {_op(next(token.leaves()))} here, and rank {there.rank} does not."
-    return _Difference(_CODE_OF[via], event.node, event.path, saw)
+    return _CODE_OF[via], at(event, saw)
 
 
 def _compare_same(
@@ -158,7 +149,7 @@ def _compare_same(
         if None not in counts and counts[0] != counts[1] and not one.loop.is_joined:
             rounds = f"{counts[0]} rounds on rank {places[0].rank} and {counts[1]} on rank {places[1].rank}"
             saw = f"this loop has {rounds}, and there is a collective in it."
-            yield _Difference("PL004", one.loop.node, one.loop.path, saw)
+            yield "PL004", at(one.loop, saw)
     for part, other_part in zip(one.parts, other.parts, strict=False):
         yield from _compare(part, other_part, places)
     a, b = one.event, other.event
@@ -166,37 +157,25 @@ def _compare_same(
         return
     ranks = f"on rank {places[0].rank} and {{}} on rank {places[1].rank}."
     if a.op in _SIZED and a.shape and b.shape and a.shape != b.shape:
-        yield _Difference("PL009", a.node, a.path, f"the tensor has shape {a.shape} {ranks.format(b.shape)}")
+        yield "PL009", at(a, f"the tensor has shape {a.shape} {ranks.format(b.shape)}")
     if a.reduce_op is not None and b.reduce_op is not None and a.reduce_op.kind == b.reduce_op.kind == "lib":
         names = [value.ref.rpartition(".")[2] for value in (a.reduce_op, b.reduce_op)]
         if names[0] != names[1]:
-            saw = f"the operation is {names[0]} {ranks.format(names[1])}"
-            yield _Difference("PL009", a.node, a.path, saw)
+            yield "PL009", at(a, f"the operation is {names[0]} {ranks.format(names[1])}")
     sources = [one.source.const for one in (a, b) if one.source is not None]
     if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
-        saw = f"the source is {sources[0]} {ranks.format(sources[1])}"
-        yield _Difference("PL010", a.node, a.path, saw)
-
-
-def _differences(witnesses: Sequence[WitnessTrace]) -> list[_Difference]:
-    cache: list[_Difference] | None = witnesses[0].cache.get("differences")
-    if cache is not None:
-        return cache
-    found: list[_Difference] = []
-    witnesses[0].cache["differences"] = found
-    for one, two in itertools.combinations(witnesses, 2):
-        places = one.place, two.place
-        tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
-        for difference in _compare(*tokens, places):
-            if not any(difference.node is other.node for other in found):
-                found.append(difference)
-    return found
+        yield "PL010", at(a, f"the source is {sources[0]} {ranks.format(sources[1])}")
 
 
 def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
-    for difference in _differences(witnesses):
-        if difference.code == code:
-            yield Spot(difference.node, difference.path, difference.saw)
+    found: dict[int, _Difference] = witnesses[0].cache
+    if not found:
+        for one, two in itertools.combinations(witnesses, 2):
+            places = one.place, two.place
+            tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
+            for difference in _compare(*tokens, places):
+                found.setdefault(id(difference[1].node), difference)
+    yield from (spot for known, spot in found.values() if known == code)
 
 
 for _code in ("PL001", "PL002", "PL006", "PL007", "PL008", "PL009"):
@@ -321,9 +300,9 @@ def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                     continue
                 names = _names(handler.type)
                 if names & _BROAD:
-                    saw = f"`except {', '.join(sorted(names - {'None'}))}`".replace(" `", "`")
-                    saw += " goes on after a failed collective, on the ranks where it failed."
-                    yield Spot(handler, event.path, saw)
+                    listed = ", ".join(sorted(names - {"None"}))
+                    saw = f"`except{' ' * bool(listed)}{listed}` goes on after a failed collective, "
+                    yield Spot(handler, event.path, f"{saw}on the ranks where it failed.")
 
 
 def _names(node: ast.AST | None) -> set[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule, trains
 from paceline.lint.trace import BranchItem, TraceEvent, events, walk
-from paceline.lint.values import Value
 
 
 @rule("PL054")
@@ -16,39 +15,23 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     items = [item for item in walk(witness.items) if isinstance(item, TraceEvent)]
     arms = [arm for item in walk(witness.items) if isinstance(item, BranchItem) for arm in item.arms]
     partly = {id(event.node) for arm in arms for event in events(arm, "requires_grad")}
-    for i, event in enumerate(items):
-        if event.kind != "requires_grad" or not event.value.is_known:
+    for wrap in [item for item in items if item.kind == "wrap" and item.what == "ddp"]:
+        wrapper, later = wrap.wrapper, items[items.index(wrap) + 1 :]
+        inner = {one for one in wrap.module.alternatives() if one.kind == "model"}
+        again = any(one.kind == "wrap" and inner & set(one.module.alternatives()) for one in later)
+        is_open = wrapper.fact("find_unused_parameters") or wrapper.fact("escaped")
+        changes = [
+            event
+            for event in later
+            if event.kind == "requires_grad" and event.value.is_known
+            if ({wrapper} | inner) & {event.target, *event.target.deps}
+        ]
+        toggles = len({bool(event.value.const) for event in changes}) > 1
+        if again or is_open or toggles or wrapper not in trains(witness):
             continue
-        touched = {event.target, *event.target.deps}
-        for wrapper in _wrappers(items[:i]):
-            if wrapper.fact("find_unused_parameters") or wrapper.kind != "ddp" or wrapper.fact("escaped"):
-                continue
-            inner = set(wrapper.attrs["module"].alternatives())
-            if wrapper not in touched and not {one for one in inner if one.kind == "model"} & touched:
-                continue
-            if not event.value.const and not event.target.fact("part") and id(event.node) not in partly:
-                continue  # a teacher: without any gradient there is no backward
-            later = items[i:]
-            if any(other.kind == "wrap" and inner & set(other.module.alternatives()) for other in later):
-                continue
-            toggled = [
-                other
-                for other in items
-                if other.kind == "requires_grad" and ({wrapper} | inner) & {other.target, *other.target.deps}
-            ]
-            values = {
-                bool(other.value.const)
-                for other in toggled
-                if other.value.is_known and wrapper in _wrappers(items[: items.index(other)])
-            }
-            if len(values) == 1 and any(
-                other.kind == "backward" and wrapper in other.deps for other in items
-            ):
+        for event in changes:  # all of a model is a teacher: without any gradient there is no backward
+            if event.value.const or event.target.fact("part") or id(event.node) in partly:
                 yield at(event, "requires_grad changes after DDP has wrapped the model.")
-
-
-def _wrappers(items: Sequence[TraceEvent]) -> list[Value]:
-    return [item.wrapper for item in items if item.kind == "wrap"]
 
 
 @rule("PL065", "warning")

@@ -23,7 +23,7 @@ class WitnessTrace:
         text: the source of the script.
         reads: the variables of a launcher that it read.
         spawns: whether the script starts its ranks itself.
-        cache: what several rules compute.
+        cache: how the collectives of witnesses differ, which several rules report.
     """
 
     place: WitnessPlace
@@ -31,7 +31,7 @@ class WitnessTrace:
     text: str
     reads: set[str]
     spawns: bool
-    cache: dict[str, Any] = field(default_factory=dict)
+    cache: dict[int, Any] = field(default_factory=dict)
 
     def events(self, *kinds: str) -> Iterator[TraceEvent]:
         """Yield the events of some kinds, in the order of the program."""

@@ -81,8 +81,8 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 yield at(step, saw)
 
 
-def _windows(items: Sequence[Item]) -> Iterator[tuple[BranchItem, int]]:
-    """Yield the branches that are taken once in some rounds, with their number."""
+def _windows(items: Sequence[Item]) -> Iterator[tuple[BranchItem | LoopItem, int]]:
+    """Yield the branches that are taken once in some rounds and the inner loops, with their rounds."""
     for item in items:
         if isinstance(item, BranchItem):
             size = item.condition.fact("window") if item.condition is not None else None
@@ -92,66 +92,47 @@ def _windows(items: Sequence[Item]) -> Iterator[tuple[BranchItem, int]]:
                 yield from _windows(arm)
         elif isinstance(item, CallItem):
             yield from _windows(item.body)
+        elif isinstance(item, LoopItem) and (item.count or 0) > 1:
+            yield item, item.count or 0
 
 
-def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list[TraceEvent]]]:
-    """Yield backwards of rounds of which some end with a step, their number, and all events of the loop."""
+def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list[TraceEvent] | None]]:
+    """Yield backwards of rounds of which only some end with a step, with their number.
+
+    The events of the loop are given where the window is a branch: the rounds of an inner loop may be tasks.
+    """
     for loop, found in _rounds(witness):
-        for branch, size in _windows(loop.body):
-            inside = [event for arm in branch.arms for event in events(arm, "step", "backward")]
-            stepped = [event for event in inside if _changes_weights(event)]
-            apart = [event for event in found if event.kind == "backward" and event not in inside]
-            if not stepped or not apart:
+        for item, size in _windows(loop.body):
+            inside = list(events([item], "step", "backward", "clear"))
+            outside = [event for event in found if event not in inside]
+            is_branch = isinstance(item, BranchItem)
+            ends, rounds = (inside, outside) if is_branch else (outside, inside)
+            if any(_changes_weights(event) or (event.kind == "clear" and not is_branch) for event in rounds):
                 continue
-            if any(_changes_weights(event) and event not in inside for event in found):
-                continue
-            targets = [step.target for step in stepped if step.target.kind == "optimizer"]
-            for event in apart:
-                if any(_models(target) & set(event.deps) for target in targets):
-                    yield event, size, found
+            steps = [event for event in ends if _changes_weights(event) and event.target.kind == "optimizer"]
+            models = set[Value]().union(*(_models(step.target) for step in steps))
+            backwards = [event for event in rounds if event.kind == "backward"]
+            for event in backwards if is_branch or len(backwards) == 1 else ():
+                if models & set(event.deps):
+                    yield event, size, found if is_branch else None
 
 
 @rule("PL031", "warning")
 def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report mean losses that are accumulated and not divided by the number of rounds."""
     for event, size, found in _accumulating(witnesses[0]):
-        if event.is_mean and not any(one.kind == "grad" for one in found):
+        if event.is_mean and found is not None and not any(one.kind == "grad" for one in found):
             saw = f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
             yield at(event, saw)
-
-
-def _wrapper_of(event: TraceEvent) -> Value | None:
-    ((model, quiet), *others) = event.quiet.items() or [(None, None)]
-    is_synced = quiet is False and not others and model.kind == "ddp" and not model.fact("own_sync")
-    return model if is_synced else None
 
 
 @rule("PL032", "warning")
 def accumulation_without_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report rounds of accumulation that all reduce gradients."""
-    witness = witnesses[0]
-    for event, size, _ in _accumulating(witness):
-        if _wrapper_of(event) is not None:
+    for event, size, _ in _accumulating(witnesses[0]):
+        ((model, quiet), *others) = event.quiet.items() or [(None, None)]
+        if quiet is False and not others and model.kind == "ddp" and not model.fact("own_sync"):
             yield at(event, f"each of {size} backwards per step sums the gradients over ranks; one would do.")
-    for outer, found in _rounds(witness):
-        for inner in _direct_loops(outer.body):
-            backwards = list(events(inner.body, "backward"))
-            if len(backwards) != 1 or (inner.count or 0) < 2 or any(events(inner.body, "step", "clear")):
-                continue
-            if _wrapper_of(backwards[0]) is None:
-                continue
-            steps = [event for event in found if event.kind == "step" and event.target.kind == "optimizer"]
-            if any(_models(step.target) & set(backwards[0].deps) for step in steps):
-                saw = f"each of {inner.count} backwards per step sums the gradients over ranks; one would do."
-                yield Spot(backwards[0].node, backwards[0].path, saw)
-
-
-def _direct_loops(items: Sequence[Item]) -> Iterator[LoopItem]:
-    for item in items:
-        if isinstance(item, LoopItem):
-            yield item
-        elif isinstance(item, CallItem):
-            yield from _direct_loops(item.body)
 
 
 @rule("PL033")
