@@ -47,7 +47,7 @@ def test_a_newcomers_first_five_minutes(tmp_path: Path) -> None:
     assert not [name for name in names if "tests/" in name]
     (metadata,) = (name for name in names if name.endswith("METADATA"))
     description = zipfile.ZipFile(wheel).read(metadata).decode()
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", description) == [], "links that lead nowhere on an index"
+    assert "](" not in description, "links that lead nowhere on an index"
 
     environment = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--system-site-packages", str(environment)], tmp_path)
