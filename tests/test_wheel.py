@@ -56,7 +56,10 @@ def test_a_newcomers_first_five_minutes(tmp_path: Path) -> None:
     (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
     (site / "parent.pth").write_text(f"{own}\n")
     python = environment / "bin" / "python"
-    run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", str(wheel)], tmp_path)
+    run(
+        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", str(wheel)],
+        tmp_path,
+    )
     newcomer = tmp_path / "newcomer"
     newcomer.mkdir()
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
