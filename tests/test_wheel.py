@@ -1,4 +1,4 @@
-"""The wheel works without the repository: it is built, installed apart, and runs what docs/install.md says."""
+"""The wheel works without the repository: built, installed apart, it runs what docs/install.md says."""
 
 from __future__ import annotations
 
