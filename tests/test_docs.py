@@ -59,8 +59,8 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def load_generator(name: str = "generate") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,6 +72,17 @@ def test_generated_pages_are_current() -> None:
     pages = load_generator().generate()
     stale = [name for name, text in pages.items() if (ROOT / "docs" / name).read_text("utf-8") != text]
     assert stale == [], "run make docs"
+
+
+def test_drawn_figures_are_current(tmp_path: Path) -> None:
+    drawing = load_generator("render_ideas")
+    drawing.FOLDER = tmp_path
+    drawing.main()
+    pictures = ROOT / "docs" / "pictures"
+    drawn = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text("utf-8") for path in pictures.glob("idea-*")}
+    shown = " ".join(path.read_text("utf-8") for path in DOCUMENTS)
+    assert [name for name in drawn if f"pictures/{name}" not in shown] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
