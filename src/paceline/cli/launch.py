@@ -136,14 +136,22 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
 
 def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
     """Refuse a recipe that is wrong, or that has no legal layout for every number of nodes."""
-    from paceline.cli.several_nodes import check_layouts
-    from paceline.recipe import load_recipe
+    from paceline.recipe import load_recipe, settle_recipe
 
     settings = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     settings.add_argument("--set", action="append", default=[])
     found, _ = settings.parse_known_args(list(target.args))
     recipe = load_recipe(target.path, found.set, remark=lambda remark: None)
-    check_layouts(recipe, nodes, nproc, "--nodes")
+    for count in range(nodes.least, nodes.most + 1):
+        try:
+            settle_recipe(recipe, count * nproc)
+        except PacelineError:
+            if nodes.is_range:
+                print_remark(
+                    f'--nodes {nodes} allows {count * nproc} ranks, which the layout does not fit: use "auto" '
+                    "for dp_replicate or dp_shard, list [elastic] layouts, or choose another range."
+                )
+            raise
 
 
 def _deliver(args: argparse.Namespace, text: str, name: str, program: str, words: list[str]) -> int:

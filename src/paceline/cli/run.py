@@ -20,7 +20,6 @@ from paceline.cli.profiling import (
     refuse_recording,
     request_recording,
 )
-from paceline.cli.several_nodes import add_membership_flags
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error, with_places
 from paceline.errors import PacelineError
 
@@ -60,7 +59,18 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="N",
         help="OMP_NUM_THREADS of every rank (default: from the environment, else cores / ranks)",
     )
-    add_membership_flags(ours)
+    ours.add_argument(
+        "--detect-s",
+        type=float,
+        metavar="S",
+        help="seconds without a beat after which a node is lost (default 3); other waits are derived from it",
+    )
+    ours.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for nodes that are missing (default 600)",
+    )
     add_grace_flag(ours)
     status: Any = ours.add_argument(
         "--status",

@@ -20,7 +20,6 @@ from paceline.cli.profiling import (
     refuse_recording,
     request_recording,
 )
-from paceline.cli.several_nodes import add_node_flags, refuse_node_flags, train_on_nodes
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 _STOP_S = 60.0
 _DESCRIPTION = """
 Trains a recipe. If the run's folder holds an unfinished run of this recipe, goes on from its newest
-checkpoint; Ctrl-C or SIGTERM saves first. Started by torchrun or srun, it joins their ranks.
+checkpoint; Ctrl-C or SIGTERM saves first. Started by torchrun or srun, it joins their ranks. On several
+nodes, `paceline run --nnodes N ... -m paceline train RECIPE` starts them.
 """
 
 
@@ -77,7 +77,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_grace_flag(parser)
     add_watching_flags(parser)
     add_profile_flags(parser)
-    add_node_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,14 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         folder = folder.with_name(f"{folder.name}.dry-run")
     announce_grace(args)
-    _follow_pods(args)
     if is_launched(os.environ):
         _refuse_launcher_flags(args)
         refuse_recording(args)
         return _join(recipe, remarks, folder, args)
-    if args.nnodes is not None:
-        return train_on_nodes(args, recipe)
-    refuse_node_flags(args)
     nproc, layout, layout_remarks = _choose_ranks(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
@@ -287,29 +282,14 @@ def _choose_ranks(asked: int | None, recipe: Recipe) -> tuple[int, Layout, list[
     return settled.layout.num_ranks, settled.layout, _list_remarks(settled, [], "are not started")
 
 
-def _follow_pods(args: argparse.Namespace) -> None:
-    """Read a Kubeflow PyTorchJob's variables, which number pods, where flags start this pod's ranks."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or not os.environ.get("RANK"):
-        return
-    from paceline.launching.elastic.network import read_place
-
-    flags = argparse.Namespace(nproc_per_node=args.nproc, nnodes=args.nnodes, standalone=False)
-    flags.master_addr, flags.master_port, flags.node_rank = "127.0.0.1", None, 0
-    read_place(flags, os.environ)
-    if flags.nnodes != args.nnodes:
-        args.nnodes = flags.nnodes
-        args.rdzv_endpoint = args.rdzv_endpoint or f"{flags.master_addr}:{flags.master_port}"
-
-
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:
     from paceline.errors import PacelineError
 
-    refuse_node_flags(args)
-    for flag in ("nproc", "nnodes"):
-        if getattr(args, flag) is not None:
-            raise PacelineError(
-                "PL601",
-                saw=f"--{flag} under torchrun, srun or mpirun.",
-                rule="The ranks already exist; this process is one of them.",
-                fix=f"Leave --{flag} out, or start `paceline train` by itself.",
-            )
+    if args.nproc is not None:
+        raise PacelineError(
+            "PL601",
+            saw=f"--nproc {args.nproc} under torchrun, srun or mpirun.",
+            rule="The ranks already exist; this process is one of them.",
+            fix="Leave --nproc out, or start `paceline train` by itself. In numbered pods, write "
+            "`paceline run --nproc-per-node N -m paceline train RECIPE`.",
+        )

@@ -20,7 +20,6 @@ import pytest
 from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.launching.elastic.tcp_record import TcpRecord
-from paceline.launching.members.common_disk import find_network_disk
 from paceline.launching.members.etcd import Etcd, list_servers
 from paceline.launching.members.open_store import open_store
 from paceline.launching.members.pulse import change_record, read_record
@@ -268,18 +267,6 @@ def test_places_of_stores() -> None:
     assert open_store("etcd", "etcd0", "j").name == "http://etcd0:2379"
     assert open_store("etcd", "https+etcd://a:1,b", "j").name == "https://a:1,https://b:1"
     assert open_store("folder", "/shared/w", "j").name == "/shared/w"
-
-
-def test_a_folder_of_the_network_is_known_by_its_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mount:
-        def __init__(self, mountpoint: str, fstype: str) -> None:
-            self.mountpoint, self.fstype, self.device = mountpoint, fstype, f"of {mountpoint}"
-
-    mounts = [Mount("/", "ext4"), Mount("/shared", "nfs4"), Mount("/shared/local", "xfs")]
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
-    assert find_network_disk(Path("/shared/runs/demo")) == "nfs4: of /shared"
-    for folder in ("/shared/local/runs", "/sharedness", "/home"):
-        assert find_network_disk(Path(folder)) is None
 
 
 def test_the_state_of_a_job_whose_store_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
