@@ -64,10 +64,6 @@ def add_layouts(kinds: Any) -> None:
         help="for a model of your own: samples per step (default: one microbatch per rank)",
     )  # fmt: skip
     parser.add_argument(
-        "--recorded", metavar="PROFILE", type=Path,
-        help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
-    )  # fmt: skip
-    parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="overrides a key of the recipe, for example model.layers=80; may be given several times",
     )  # fmt: skip
@@ -101,10 +97,6 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster, fit.links)
     if args.nproc is not None:
         cluster = check_ranks(cluster, args.nproc)
-    if args.recorded is not None:
-        from paceline.cli import plan_recorded
-
-        return plan_recorded.run(args, cluster, fit)
     limit = None if args.memory is None else 1e9 * check_number("--memory", args.memory)
     costs, rules = _read_target(args, cluster)
     calibration = None
@@ -126,16 +118,6 @@ def run(args: argparse.Namespace) -> int:
 
 # Options that have no effect, by what is planned.
 _UNUSED = {
-    "a recorded script": (
-        "layout",
-        "memory",
-        "calibrate",
-        "scale",
-        "batch",
-        "global_batch",
-        "set",
-        "vocab_size",
-    ),
     "a model of your own": ("set", "vocab_size", "calibrate"),
     "a recipe": ("batch", "global_batch"),
     "several numbers of nodes": ("layout",),
@@ -145,9 +127,7 @@ _UNUSED = {
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raise PL941 for an option that would have no effect."""
     kind = "a recipe" if args.target.endswith(".toml") else "a model of your own"
-    kinds = [kind if args.recorded is None else "a recorded script"]
-    kinds += ["several numbers of nodes"] * args.scale
-    for each in kinds:
+    for each in [kind, *["several numbers of nodes"] * args.scale]:
         unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[each] if getattr(args, name)]
         if unused:
             raise PacelineError(
@@ -187,10 +167,9 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",
-        rule="A plan is made for a recipe, which ends in .toml, for a function that builds a model, as "
-        "train.py:build_model, or for a script with --recorded.",
-        fix="Write for example paceline plan recipes/gpt-stdlib.toml, or record the script: paceline profile "
-        "--nproc-per-node 2 train.py.",
+        rule="A plan is made for a recipe, which ends in .toml, or for a function that builds a model, as "
+        "train.py:build_model.",
+        fix="Write for example paceline plan recipes/gpt-stdlib.toml.",
     )
 
 
