@@ -10,11 +10,9 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -47,8 +45,6 @@ class Job:
 
     setting = ""
     value: Any = None
-    samples = 1
-    """By how many times more samples a step has with the setting as advised."""
 
     def __init__(self, rank: int, value: Any) -> None:
         self.rank = rank
@@ -111,96 +107,6 @@ class WorkersOfOne(Workers):
         return 0.04 * self.rank
 
 
-class Synchronized(Job):
-    """Four microbatches, each of which is reduced."""
-
-    setting, value = "no_sync", False
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(WIDTH * 4, WIDTH * 4) for _ in range(6)], nn.Linear(WIDTH * 4, 1))
-
-    def batches(self) -> Iterator[Tensor]:
-        return itertools.repeat(torch.ones(2, WIDTH * 4))
-
-    def backward(self) -> None:
-        for number in range(4):
-            with self.model.no_sync() if self.value and number < 3 else nullcontext():
-                super().backward()
-
-
-class OftenReduced(Synchronized):
-    """Few samples per reduction of a large model."""
-
-    setting, value, samples = "accumulation", 1, 2
-
-    def backward(self) -> None:
-        for number in range(self.value):
-            with self.model.no_sync() if number < self.value - 1 else nullcontext():
-                Job.backward(self)
-
-
-class OneByOne(Job):
-    """Gradients are summed by hand, one after the other."""
-
-    setting, value = "collectives per step", 40
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
-
-    def batches(self) -> Iterator[Tensor]:
-        return itertools.repeat(torch.ones(BATCH, 64))
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def before_step(self) -> None:
-        gradients = [parameter.grad for parameter in self.model.parameters()]
-        if self.value == 1:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-            return
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-
-
-class Searching(Job):
-    """DDP looks for unused parameters; there are none."""
-
-    setting, value = "find_unused_parameters", True
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)])
-
-    def batches(self) -> Iterator[Tensor]:
-        return itertools.repeat(torch.ones(1, 4))
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, find_unused_parameters=self.value)
-
-
-class Halved(nn.Sequential):
-    """Layers of which the first is never used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self[1:]:
-            x = layer(x)
-        return x
-
-
-class Static(Searching):
-    """DDP looks for unused parameters; they are always the same."""
-
-    setting, value = "static_graph", False
-
-    def build(self) -> nn.Module:
-        return Halved(*super().build())
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, find_unused_parameters=True, static_graph=self.value)
-
-
 class Reading(nn.Module):
     """Takes 6 ms per part of the work, without a core: a full machine would gain nothing from equal work."""
 
@@ -243,36 +149,6 @@ class SavingSometimes(Job):
             time.sleep(0.1)
 
 
-class Metric(Job):
-    """All ranks average a long metric in every step."""
-
-    setting, value = "every", 1
-
-    def __init__(self, rank: int, value: Any) -> None:
-        super().__init__(rank, value)
-        self.values = torch.ones(2_000_000)
-
-    def after_step(self) -> None:
-        if self.count % self.value == 0:
-            dist.all_reduce(self.values)
-
-
-class Barriers(Job):
-    """A barrier after each step."""
-
-    setting, value = "barrier", True
-
-    def build(self) -> nn.Module:
-        return nn.Linear(8, 1)
-
-    def batches(self) -> Iterator[Tensor]:
-        return itertools.repeat(torch.ones(BATCH, 8))
-
-    def after_step(self) -> None:
-        if self.value:
-            dist.barrier()
-
-
 class Collecting(Job):
     """One rank has many objects, and Python's collector looks through them in every step."""
 
@@ -296,16 +172,9 @@ CASES: dict[str, type[Job]] = {
     for kind in (
         Workers,
         WorkersOfOne,
-        Synchronized,
-        OftenReduced,
-        OneByOne,
-        Searching,
-        Static,
         Unbalanced,
         Saving,
         SavingSometimes,
-        Metric,
-        Barriers,
         Collecting,
     )
 }

@@ -21,13 +21,11 @@ from paceline.profiling.trace import (
     OPTIMIZER,
     CodePlace,
     RankTrace,
-    Reducer,
     TracedCollective,
     TracedStep,
 )
 
 MS = 1_000_000
-SHARED = Reducer(10, finds_unused=False, unused_bytes=0, is_constant=True)
 HERE = "train.py:9 in main"
 
 
@@ -37,7 +35,6 @@ class Busy:
 
     phase: str
     ns: int
-    is_search: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,6 @@ class _Rank:
         self.place = self.now = 0
         self.spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.computed: list[tuple[int, int]] = []
-        self.blocked: list[tuple[int, int]] = []
-        self.searches: list[tuple[int, int]] = []
         self.issues: list[tuple[int, Issue]] = []
         self.ends: list[int] = []  # of steps
 
@@ -91,7 +86,6 @@ def run(
     num_steps: int = 6,
     network: Network | None = None,
     seed: int = 0,
-    reducers: Sequence[Reducer] = (SHARED,),
     is_loader_inline: bool = True,
     cpu_ns: int = 0,
     cores: float = 0.0,
@@ -117,9 +111,6 @@ def run(
                 TracedCollective(issue.operation, "0", "", place, at, end, issue.num_bytes, issue.at)
                 for place, ((at, issue), end) in enumerate(zip(rank.issues, ends, strict=True))
             ),
-            blocked=unite(as_spans(rank.blocked)),
-            searches=unite(as_spans(rank.searches)),
-            reducers=tuple(reducers),
             is_loader_inline=is_loader_inline,
             cpu_ns=cpu_ns,
             cores=cores,
@@ -146,8 +137,6 @@ def _advance(rank: _Rank, ranks: Sequence[_Rank], ends: list[int], network: Netw
             rank.now = begin + action.ns
             if action.phase not in ("", DATA):
                 rank.computed.append((begin, rank.now))
-            if action.is_search:
-                rank.searches.append((begin, rank.now))
         elif isinstance(action, Issue):
             rank.issues.append((rank.now, action))
         else:
@@ -160,8 +149,6 @@ def _advance(rank: _Rank, ranks: Sequence[_Rank], ends: list[int], network: Netw
                 service = network.per_call_ns + round(network.per_byte_ns * size)
                 ends.append(max([arrived, *ends[-1:]]) + service)
             end = ends[number - 1] if number else rank.now
-            if end > rank.now:
-                rank.blocked.append((rank.now, end))
             rank.spend(action.phase, end)
         rank.place += 1
         if rank.place == len(rank.actions) or rank.actions[rank.place][0] != step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.memory.steps import StepMemory
 from paceline.profiling.matching import match_collectives
-from paceline.profiling.rank import clocks, loop, recorder, recording, sampler
+from paceline.profiling.rank import loop, recorder, recording, sampler
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
 
@@ -42,8 +41,6 @@ def train_apart(world: Any, folder: str, ahead_ns: int) -> int:
     modules = (loop, recorder, recording, sampler)
     patches = [patch.object(module, "time", moved) for module in modules]
     patches.append(patch.object(recorder, "_read_host", lambda: f"machine {world.rank}"))
-    patches.append(patch.object(recorder, "_KEY", f"clock {ahead_ns}"))
-    patches.append(patch.object(recorder, "measure_clock", functools.partial(clocks.measure_clock, now=now)))
     patches.append(
         patch.object(
             recording,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import html
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -201,27 +200,6 @@ def test_without_an_optimizer_step_there_is_one_message(
     assert main(["profile", "read", str(path)]) == 2
     assert "the trace of rank 0 has no step" in (error := capsys.readouterr().err)
     assert error.rstrip().endswith("[PL903]")
-
-
-def test_the_page_draws_all_ranks_without_another_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "report.html"
-    traces = simulate(64, 3, late={5: (FORWARD, 30 * MS)})
-    paths = [str(path) for path in write(tmp_path, traces)]
-    assert main(["profile", "read", *paths, "--html", str(page)]) == 1
-    report = capsys.readouterr().out
-    text = page.read_text()
-    assert len(text) < 3_000_000
-    assert text.count("<svg") == text.count("</svg>") == 2
-    assert all(f">rank {rank}</text>" in text for rank in range(64))
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "<script" not in text
-    # Everyone waits for rank 5 in both buckets' all-reduce; the second wait is too short for an arrow.
-    assert text.count("marker-end") >= 2 * 63
-    assert html.escape(report.splitlines()[0]) in text
-    assert main(["profile", "read", *paths, "--html", str(tmp_path / "no" / "report.html")]) == 2
-    assert "[PL908]" in capsys.readouterr().err
 
 
 def test_msgspec_is_only_needed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
         except PacelineError:
             if nodes.is_range:
                 print_remark(
-                    f'--nodes {nodes} allows {count * nproc} ranks, which the layout does not fit: use "auto" '
-                    "for dp_replicate or dp_shard, list [elastic] layouts, or choose another range."
+                    f"--nodes {nodes} allows {count * nproc} ranks, which the layout does not fit: use "
+                    '"auto" for dp_replicate or dp_shard, list [elastic] layouts, or choose another range.'
                 )
             raise
 

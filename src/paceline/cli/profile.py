@@ -39,12 +39,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_say_what_to_type)
     read = kinds.add_parser("read", help="report on traces that exist", description=_READ)
     read.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help=_TRACES)
-    read.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="also draw the timelines of all ranks, with the report, as one page without other files",
-    )
     read.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     read.set_defaults(run=run)
     _add_script(kinds)
@@ -84,9 +78,6 @@ def _add_recording_flags(ours: argparse._ActionsContainer) -> None:
         help="the first optimizer step to record (default 7)",
     )
     ours.add_argument("--steps", type=int, metavar="N", help="optimizer steps to record (default 20)")
-    ours.add_argument(
-        "--html", type=Path, metavar="FILE", help="also draw the timelines of all ranks as one page"
-    )
 
 
 def _accept_scripts(parser: argparse.ArgumentParser, commands: Sequence[str]) -> None:
@@ -105,12 +96,11 @@ def run(args: argparse.Namespace) -> int:
     """Read and report; return 1 if something costs time that can be saved.
 
     Raises:
-        PacelineError: PL900 to PL904 for traces that cannot be read or compared, PL908 if the page cannot be
-            written.
+        PacelineError: PL900 to PL904 for traces that cannot be read or compared.
     """
     from paceline.cli.profiling import report_on
 
-    text, table, has_findings = report_on(args.traces, args.html)
+    text, table, has_findings = report_on(args.traces)
     print(json.dumps(table) if args.json else text)
     return 1 if has_findings else 0
 

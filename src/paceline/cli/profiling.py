@@ -134,8 +134,8 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], boo
     """Return the report on what was recorded last, for people and for programs, and whether it has findings.
 
     Raises:
-        PacelineError: PL907 if there is no trace, PL924 if a rank could not record, PL908 if the page cannot
-            be written, and as `analyse`.
+        PacelineError: PL907 if there is no trace, PL924 if a rank could not record, and as
+            `analyse`.
     """
     from paceline.profiling.launcher import FAILURES, PATTERN
     from paceline.profiling.rank.recorder import failure_error
@@ -150,19 +150,18 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], boo
             rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
             fix="Lower --profile-after (--from), or let the script run longer.",
         )
-    text, table, has_findings = report_on([args.profile], getattr(args, "html", None))
+    text, table, has_findings = report_on([args.profile])
     return f"{text}\n\nrecorded: {args.profile}", table, has_findings
 
 
-def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, Any], bool]:
+def report_on(paths: Sequence[Path]) -> tuple[str, dict[str, Any], bool]:
     """Return the report on traces for people and for programs, and whether there are findings.
 
     Args:
         paths: files or folders of traces.
-        html: where to draw the page, if anywhere.
 
     Raises:
-        PacelineError: as `read_traces` and `analyse`, and PL908 if the page cannot be written.
+        PacelineError: as `read_traces` and `analyse`.
     """
     from paceline.cli.profile_report import as_table as tabulate
     from paceline.cli.profile_report import describe_profile
@@ -178,20 +177,4 @@ def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, 
     advice = find_advice(traces, profile, meetings)
     findings = judge_profile(profile, advice)
     text = describe_profile(profile, findings)
-    if html is not None:
-        from paceline.profiling.page import draw_page
-
-        _write(html, draw_page(traces, profile, text))
     return text, tabulate(profile, findings, advice), bool(findings)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PacelineError(
-            "PL908",
-            saw=f"--html {path}: {error.strerror}.",
-            rule="The page is written there, as one file.",
-            fix="Name a file in a folder with write permission.",
-        ) from None

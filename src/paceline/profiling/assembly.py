@@ -21,7 +21,7 @@ from paceline.profiling.elements import count_bytes
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, subtract, unite
 from paceline.profiling.kineto import EventKind, Recorded, TraceFile, decode_arguments
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.loop import SEARCHING, WAITING
+from paceline.profiling.rank.loop import WAITING
 from paceline.profiling.trace import (
     BACKWARD,
     DATA,
@@ -66,7 +66,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     if recorded is not None:  # Raises OverflowError: numbers in JSON have any length.
         as_spans((begin, end) for _, begin, end in recorded.steps)
         as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
-        as_spans([(recorded.clock_ahead_ns, recorded.clock_error_ns)])
     if recorded is not None and recorded.partial:
         remarks = [*remarks, recorded.partial]
     if file.has_replays:
@@ -76,7 +75,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
             *remarks,
             "Steps are numbered within the traces: the files do not contain the run's step numbers.",
         ]
-    ahead = 0 if recorded is None else recorded.clock_ahead_ns
     main = np.isin(file.threads, _find_main_threads(file))
     tops = _find_tops(file, main)
     kinds = file.kinds[tops]
@@ -99,7 +97,7 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         works = main & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.LAYER, EventKind.ITEM))
         loop[WAITING] = _find_waits(subtract(busy, unite(spans[works])), collectives)
         busy = subtract(busy, loop[WAITING])
-    trace = RankTrace(
+    return RankTrace(
         rank=rank,
         world_size=file.world_size,
         steps=steps,
@@ -107,22 +105,17 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         compute=busy,
         collectives=collectives,
         host=file.host,
-        clock_error_ns=0 if recorded is None else recorded.clock_error_ns,
         slowdown=None if recorded is None else recorded.slowdown,
         remarks=tuple(remarks),
         samples=NOTHING if recorded is None else _list_samples(recorded),
         collections=UNSCHEDULED if recorded is None else _list_collections(recorded),
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
-        blocked=unite(loop.get(WAITING, NOTHING)),
-        searches=unite(loop.get(SEARCHING, NOTHING)),
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
-        reducers=() if recorded is None else tuple(recorded.reducers),
         cpu_ns=0 if recorded is None else recorded.cpu_ns,
         cores=0 if recorded is None else recorded.cores,
     )
-    return move_trace(trace, -ahead)
 
 
 def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
@@ -137,7 +130,6 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
         replace(part, issued_ns=part.issued_ns + by_ns, end_ns=part.end_ns + by_ns)
         for part in trace.collectives
     )
-    fields["blocked"], fields["searches"] = trace.blocked + by_ns, trace.searches + by_ns
     fields["samples"] = trace.samples + np.array([by_ns, 0])
     fields["collections"] = trace.collections + np.array([by_ns, by_ns, 0])
     fields["scheduling"] = trace.scheduling + np.array([by_ns, 0, 0])

@@ -13,7 +13,7 @@ from paceline.profiling.blame import Blame
 from paceline.profiling.trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
 from paceline.units import format_seconds
 
-_BLAMED, _GRADED = "PL913", "PL912"
+_BLAMED = "PL913"
 Grade = Literal["good", "acceptable", "poor", "excellent", "limited"]
 
 GOOD_EXPOSED, MOST_EXPOSED = 0.2, 0.4
@@ -58,10 +58,10 @@ def judge_profile(profile: Profile, advice: Sequence[SettingAdvice] = ()) -> lis
 
     Args:
         profile: the numbers.
-        advice: as `find_advice` returns it for them. Those of causes and of grades become part of these.
+        advice: as `find_advice` returns it for them. Those of causes become part of these.
     """
     found = [_judge_blame(blame, profile.mean_step_ns, advice) for blame in profile.blames]
-    found += [each.as_finding() for each in advice if each.code not in (_BLAMED, _GRADED)]
+    found += [each.as_finding() for each in advice if each.code != _BLAMED]
     move = _choose_move(profile, advice)
     grade = grade_exposed(profile.exposed_share)
     if grade != "good":
@@ -150,4 +150,4 @@ def _choose_move(profile: Profile, advice: Sequence[SettingAdvice]) -> str:
     best = next((each for each in advice if each.code != _BLAMED), None)
     if best is None:
         return "Give each reduction more to compute: a larger microbatch, or several with one reduction."
-    return f"{best.fix} {best.gain}" if best.code == _GRADED else f"Follow {best.code} first."
+    return f"Follow {best.code} first."

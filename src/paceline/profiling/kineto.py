@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.profiling.rank.loop import METADATA
-from paceline.profiling.trace import Reducer
 from paceline.reading import open_file
 
 MOST_BYTES = 2 << 30
@@ -64,8 +63,6 @@ class Recorded:
     Attributes:
         steps: number, begin and end of each.
         calls: of collectives, in order of issue: instant, group, number, operation and bytes of input.
-        clock_ahead_ns: how far the rank's clock was ahead of the first rank's.
-        clock_error_ns: how far that may be off.
         slowdown: how much longer a step took while it was recorded.
         host: identifies the machine and its start.
         partial: a sentence on why steps are missing; empty if none is.
@@ -76,15 +73,12 @@ class Recorded:
         places: file, line, function and module.
         scheduling: instants, and for how long the training loop had run, and waited for a core.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
-        reducers: of each DDP module, as `trace.Reducer` has them.
         cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
         cores: the rank's share of its node's cores; 0 if unknown.
     """
 
     steps: list[tuple[int, int, int]]
     calls: list[tuple[int, str, int, str, int]]
-    clock_ahead_ns: int = 0
-    clock_error_ns: int = 0
     slowdown: float | None = None
     host: str = ""
     partial: str = ""
@@ -95,7 +89,6 @@ class Recorded:
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
     scheduling: list[tuple[int, int, int]] = field(default_factory=list)
-    reducers: list[Reducer] = field(default_factory=list)
     cpu_ns: int = 0
     cores: float = 0.0
 

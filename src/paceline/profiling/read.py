@@ -19,6 +19,8 @@ _ENDINGS = (".json", ".json.gz")
 # torch's profiler converts a counter of the processor to the time of day, and collectives may carry another
 # clock's time of issue. On one machine both were less than 0.1 ms apart.
 _TOLERANCE_NS = 200_000
+# Of the clocks of two machines while they record.
+_MOST_DRIFT = 1e-4
 _MOST_CONTRADICTIONS = 0.1
 
 
@@ -77,8 +79,8 @@ def _double_error(path: Path, saw: str) -> PacelineError:
 def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """Return the traces on the clock of the first one, and with what is missing as a remark.
 
-    A recorder has measured the clocks of other machines. Otherwise clocks are taken as equal where the
-    collectives allow it, and else moved to the middle of what they allow.
+    The collectives bound by how much clocks differ. Those of two machines are moved to the middle of these
+    bounds. If a file names no machine, they are moved only where the collectives contradict equal clocks.
 
     Raises:
         PacelineError: PL904 if no offset of the clocks fits all collectives.
@@ -86,19 +88,18 @@ def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
     first, aligned = traces[0], [traces[0]]
     for trace in traces[1:]:
         bounds = bound_offset(first, trace)
-        slack = trace.clock_error_ns + _TOLERANCE_NS
-        if bounds is None or (bounds[0] - slack <= 0 <= bounds[1] + slack):
+        is_known = bool(first.host and trace.host)
+        is_equal = bounds is None or bounds[0] - _TOLERANCE_NS <= 0 <= bounds[1] + _TOLERANCE_NS
+        if bounds is None or (is_equal and not (is_known and first.host != trace.host)):
             aligned.append(trace)
             continue
-        if (
-            first.host
-            and first.host == trace.host
-            and (cleared := _clear_contradictions(first, trace, slack))
-        ):
+        is_same = is_known and first.host == trace.host
+        if is_same and (cleared := _clear_contradictions(first, trace)):
             aligned.append(cleared)
             continue
         least, most = bounds
-        if least > most + slack or (first.host and first.host == trace.host):
+        drift = _MOST_DRIFT * (trace.steps[-1].end_ns - trace.steps[0].begin_ns) if trace.steps else 0.0
+        if is_same or least > most + _TOLERANCE_NS + drift:
             reason = f"a collective ended on one before the other had entered it, by {_name_gap(least, most)}"
             raise contradiction_error([first.rank, trace.rank], reason)
         error, middle = abs(most - least) // 2 + 1, (least + most) // 2
@@ -107,13 +108,12 @@ def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
             f"{middle / 1e6:.3f} ms, within {format_seconds(error / 1e9)}, as the collectives show."
         )
         moved = move_trace(trace, -middle)
-        aligned.append(
-            replace(moved, clock_error_ns=trace.clock_error_ns + error, remarks=(*moved.remarks, remark))
-        )
+        remarks = moved.remarks if is_equal else (*moved.remarks, remark)
+        aligned.append(replace(moved, clock_error_ns=error, remarks=remarks))
     return _remark(aligned)
 
 
-def _clear_contradictions(first: RankTrace, other: RankTrace, slack_ns: int) -> RankTrace | None:
+def _clear_contradictions(first: RankTrace, other: RankTrace) -> RankTrace | None:
     """Return the other trace with the collectives that contradict one clock no longer matched.
 
     `None` if they are too many: the traces are then of different runs. A few happen on a busy machine, where
@@ -125,7 +125,8 @@ def _clear_contradictions(first: RankTrace, other: RankTrace, slack_ns: int) -> 
         mine = parts.get(part.key)
         if mine is not None and mine.operation == part.operation:
             num_common += 1
-            if part.issued_ns - mine.end_ns > slack_ns or mine.issued_ns - part.end_ns > slack_ns:
+            gap = max(part.issued_ns - mine.end_ns, mine.issued_ns - part.end_ns)
+            if gap > _TOLERANCE_NS:
                 num_bad += 1
                 part = replace(part, sequence=f"contradiction {num_bad} of rank {other.rank}")
         kept.append(part)

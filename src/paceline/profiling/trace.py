@@ -92,23 +92,6 @@ class CodePlace:
         return describe_place(self.file, self.line, self.function)
 
 
-@dataclass(frozen=True, slots=True)
-class Reducer:
-    """A DDP module of the rank.
-
-    Attributes:
-        num_tensors: of its parameters.
-        finds_unused: whether it searches the graph for unused parameters before each backward.
-        unused_bytes: of the parameters that a backward did not use.
-        is_constant: whether all backwards so far used the same parameters.
-    """
-
-    num_tensors: int
-    finds_unused: bool
-    unused_bytes: int
-    is_constant: bool
-
-
 @dataclass(frozen=True)
 class RankTrace:
     """The trace of one rank; all times are nanoseconds on the clock of the first rank.
@@ -130,10 +113,6 @@ class RankTrace:
         places: lines of the user's, with the module that was running.
         scheduling: rows of an instant, and for how long the training loop had run, and waited for a core,
             until then; no rows if unknown.
-        blocked: disjoint spans in which the loop waited for a collective in Python, or at the end of a
-            backward; recorded by Paceline only.
-        searches: disjoint spans of DDP's preparations for a backward; likewise.
-        reducers: its DDP modules; likewise.
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
         cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
         cores: the rank's share of its node's cores; 0 if unknown.
@@ -154,9 +133,6 @@ class RankTrace:
     collections: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     places: tuple[CodePlace, ...] = ()
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
-    blocked: Spans = field(default_factory=lambda: NOTHING)
-    searches: Spans = field(default_factory=lambda: NOTHING)
-    reducers: tuple[Reducer, ...] = ()
     is_loader_inline: bool = False
     cpu_ns: int = 0
     cores: float = 0.0

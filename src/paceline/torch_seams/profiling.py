@@ -127,34 +127,6 @@ def _wrap_wait(original: Any, note: Callable[[int, int], None]) -> Any:
     return wait
 
 
-def note_searches(note: Callable[[int, int], None]) -> Callable[[], None]:
-    """Call `note` with begin and end of each preparation of DDP for a backward; return what ends this.
-
-    It follows the forward, and there `find_unused_parameters` walks through the graph. Times are nanoseconds
-    since 1970.
-    """
-    owner, name = getattr(sys.modules.get(_C10D), "Reducer", None), "prepare_for_backward"
-    original = vars(owner).get(name) if owner is not None else None
-    if original is None:
-        return lambda: None
-    wrapped = _wrap_wait(original, note)
-    setattr(owner, name, wrapped)
-    return functools.partial(_put_back, owner, name, wrapped, original)
-
-
-def describe_reducer(torch: Any, module: Any) -> dict[str, Any] | None:
-    """Return what a DDP module reduces and how, as `trace.Reducer` has it; `None` for another module."""
-    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        return None
-    facts = module._get_ddp_logging_data()
-    return {
-        "num_tensors": int(facts["num_parameter_tensors"]),
-        "finds_unused": bool(module.find_unused_parameters) and not module.static_graph,
-        "unused_bytes": int(facts.get("unused_parameter_size", 0)),
-        "is_constant": bool(module.reducer._ddp_graph_static()),
-    }
-
-
 def is_profiling(torch: Any) -> bool | None:
     """Return whether torch's profiler runs in this thread; `None` if that cannot be known."""
     with suppress(AttributeError):

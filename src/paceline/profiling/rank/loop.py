@@ -18,15 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.torch_seams.profiling import allow_global_hooks, describe_reducer, note_searches, note_waits
+from paceline.torch_seams.profiling import allow_global_hooks, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
 METADATA = "paceline"
 """The key of a trace's own table for what the recorder knows beside the events."""
 WAITING = "waiting"
 """The key of the loop's waiting in the table of a recording, beside the names of phases."""
-SEARCHING = "searching"
-"""The key of DDP's preparations for a backward, likewise."""
 Span = tuple[int, int]
 
 _current: LoopTimes | None = None
@@ -53,7 +51,6 @@ class LoopTimes:
     Attributes:
         forwards, backwards: begin and end of each.
         waits: of the loop in Python for a collective, and the end of a backward, in which DDP waits.
-        searches: in which DDP prepared a backward, and looked for unused parameters if it was to.
         names: of the modules in the outermost ones, by id.
     """
 
@@ -71,7 +68,6 @@ class LoopTimes:
         self.forwards: list[Span] = []
         self.backwards: list[Span] = []
         self.waits: list[Span] = []
-        self.searches: list[Span] = []
         modules = torch.nn.modules.module
         self._disallow_hooks = allow_global_hooks()
         hide_from_compiler(torch, _enter_outermost, _leave_outermost, LoopTimes._search, LoopTimes._found)
@@ -83,7 +79,6 @@ class LoopTimes:
         for name, original in self._originals.items():
             setattr(torch.autograd, name, self._wrap(original))
         self._forget_waits = note_waits(self._note_wait)
-        self._forget_searches = note_searches(self._note_search)
         _current = self
 
     def keep_outermost(self) -> None:
@@ -102,16 +97,6 @@ class LoopTimes:
                     module.register_forward_hook(_leave_outermost, always_call=True),
                 ]
 
-    def list_reducers(self) -> list[dict[str, Any]]:
-        """Return the facts of each DDP module among the outermost ones."""
-        found = []
-        for module in self._seen:
-            with suppress(Exception):  # another torch's DDP: nothing is advised on it
-                facts = describe_reducer(self._torch, module)
-                if facts is not None:
-                    found.append(facts)
-        return found
-
     def remove(self) -> None:
         """Remove all hooks."""
         global _current
@@ -122,7 +107,6 @@ class LoopTimes:
             if getattr(getattr(self._torch.autograd, name), "__wrapped__", None) is original:
                 setattr(self._torch.autograd, name, original)
         self._forget_waits()
-        self._forget_searches()
 
     def enter(self) -> None:
         """Begin a forward of an outermost module."""
@@ -201,7 +185,3 @@ class LoopTimes:
     def _note_wait(self, began_ns: int, ended_ns: int) -> None:
         if threading.get_ident() == self._thread:
             self.waits.append((began_ns, ended_ns))
-
-    def _note_search(self, began_ns: int, ended_ns: int) -> None:
-        if threading.get_ident() == self._thread:
-            self.searches.append((began_ns, ended_ns))

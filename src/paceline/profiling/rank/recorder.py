@@ -1,7 +1,7 @@
 """Records some steps of a rank by torch's profiler, without any change to its script.
 
-`STEPS` counts the optimizer's steps. After `after` of them the machines' clocks are compared and a
-`Recording` begins. A file appears whole, by one rename, also if the script ends or is stopped before.
+`STEPS` counts the optimizer's steps. After `after` of them a `Recording` begins. A file appears whole, by one
+rename, also if the script ends or is stopped before.
 
 A failure here must not end the script: it is logged, and no trace appears.
 """
@@ -28,7 +28,6 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.launching.rank.import_hook import when_imported
 from paceline.memory.steps import STEPS, StepMemory
-from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recording import Recording
 from paceline.torch_seams.watching import BUFFER_SIZES
 
@@ -38,8 +37,6 @@ RECORD = "paceline.profiling.rank.recorder:record"
 """Called in each rank; see `launching.rank.requests`."""
 # The entries of torch's Flight Recorder: those of some steps of FSDP over 80 layers.
 _BUFFER_SIZE = "8000"
-_KEY = "paceline/profile/clock"
-_WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
 _LEAST_BEFORE = 3
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -83,9 +80,6 @@ class StepRecorder:
         self._before: deque[int] = deque(maxlen=16)
         self._recording: Recording | None = None
         self._first = settings.after  # the last step before a recording
-        self._clock: tuple[int, int] | None = None
-        self._address: tuple[str, int] | None = None
-        self._server: ClockServer | None = None
         self._signal: Any = None
         self._pid = os.getpid()
         self.is_done = False
@@ -111,8 +105,6 @@ class StepRecorder:
         self._steps.leave(self._end_step)
         if self._recording is not None:
             self._guard(self._write)
-        if self._server is not None:
-            self._server.close()
         if self._signal is not None:
             with suppress(ValueError):  # another thread than the main one
                 signal.signal(signal.SIGTERM, self._signal)
@@ -159,8 +151,6 @@ class StepRecorder:
     # ---- recording
 
     def _start(self) -> None:
-        with suppress(OSError, RuntimeError, ValueError):
-            self._clock = self._compare_clocks()
         if self._signal is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._signal = signal.signal(signal.SIGTERM, self._terminate)
         self._recording = Recording(
@@ -181,53 +171,13 @@ class StepRecorder:
         recording.write(Path(self._settings.folder), lambda: self._describe(recording.steps))
 
     def _describe(self, steps: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-        """Return clock, cost and machine, as `kineto.Recorded` reads them."""
-        clock = self._clock or (0, 0)
-        if self._address is not None and self._clock is not None:
-            with suppress(OSError):
-                clock = join_measurements(self._clock, measure_clock(self._address))
+        """Return cost and machine, as `kineto.Recorded` reads them."""
         before = list(self._before)[1:]
         slowdown = None
         if len(before) >= _LEAST_BEFORE:
             recorded = statistics.median(end - begin for _, begin, end in steps)
             slowdown = recorded / max(1.0, statistics.median(before))
-        return {
-            "clock_ahead_ns": clock[0],
-            "clock_error_ns": clock[1],
-            "slowdown": slowdown,
-            "host": _read_host(),
-        }
-
-    # ---- clocks
-
-    def _compare_clocks(self) -> tuple[int, int] | None:
-        """Return how far this clock is ahead of rank 0's, and the error; `None` if it cannot be known."""
-        dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized():
-            return None
-        from paceline.torch_seams.groups import find_store
-
-        store, host = find_store(), _read_host()
-        key = f"{_KEY}/{self._settings.after}"  # of each recording of this job
-        if self._address is not None:
-            return measure_clock(self._address)
-        if self._server is not None:
-            return 0, 0
-        if self._rank == 0:
-            self._server = ClockServer()
-            store.set(key, f"{host} {self._server.port}")
-            return 0, 0
-        until = time.monotonic() + _WAIT_S
-        while not store.check([key]):  # `get` would wait for as long as a collective
-            if time.monotonic() > until:
-                return None
-            time.sleep(0.005)
-        other, port = store.get(key).decode().split()
-        if other == host:
-            return 0, 0
-        # Rank 0 is on the node whose address all ranks have.
-        self._address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(port)
-        return measure_clock(self._address)
+        return {"slowdown": slowdown, "host": _read_host()}
 
 
 def record(rank: int, table: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.own_code import is_own
 from paceline.profiling.elements import count_bytes
-from paceline.profiling.rank.loop import METADATA, SEARCHING, WAITING, LoopTimes
+from paceline.profiling.rank.loop import METADATA, WAITING, LoopTimes
 from paceline.profiling.rank.sampler import LineSampler, Place
 from paceline.torch_seams.flight import FlightEntry, read_entries
 from paceline.torch_seams.profiling import (
@@ -160,9 +160,7 @@ class Recording:
                 "backward": self._loop.backwards,
                 "garbage collection": [(begin, end) for begin, end, _ in self._sampler.collections],
                 WAITING: self._loop.waits,
-                SEARCHING: self._loop.searches,
             },
-            "reducers": self._loop.list_reducers(),
             "cpu_ns": self._cpu_ns,
             "cores": count_cores(),
         }
