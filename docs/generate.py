@@ -30,16 +30,7 @@ from paceline.plan.parameters import Parameter
 from paceline.plan.recipe_costs import of_recipe
 from paceline.plan.step import cut_stages
 from paceline.plan.traffic import count_sent
-from paceline.recipe import (
-    RESUMABLE,
-    SETTINGS,
-    Layout,
-    Recipe,
-    enumerate_layouts,
-    load_recipe,
-    parse_recipe,
-    refuse_layout,
-)
+from paceline.recipe import RESUMABLE, SETTINGS, Layout, Recipe, Rules, load_recipe, parse_recipe
 from paceline.recipe.explain import format_value, kind_of, models_in
 
 FOLDER = Path(__file__).parent
@@ -257,7 +248,7 @@ def _legal_table() -> Iterator[str]:
     """Return the number of legal layouts of the shipped recipes."""
     yield f"{'legal of all':<28}" + "".join(f"{n:>12}" for n in ("1 rank", "2 ranks", "4 ranks", "8 ranks"))
     for path in sorted((FOLDER.parent / "recipes").glob("*.toml")):
-        counts = [enumerate_layouts(load_recipe(path), world_size) for world_size in (1, 2, 4, 8)]
+        counts = [Rules.of(load_recipe(path)).enumerate(world_size) for world_size in (1, 2, 4, 8)]
         yield f"{path.name:<28}" + "".join(f"{f'{len(legal)} of {total}':>12}" for legal, total in counts)
 
 
@@ -265,7 +256,7 @@ def _refusal() -> str:
     """The message for a layout that cannot work, with all reasons and the nearest legal ones."""
     recipe = parse_recipe({**SEVEN_BILLION, "model": {**SEVEN_BILLION["model"], "ffn_hidden": 12288}})
     try:
-        refuse_layout(recipe, Layout.parse("tp=6 zero=2"), 8)
+        Rules.of(recipe).refuse(Layout.parse("tp=6 zero=2"), 8)
     except PacelineError as error:
         return str(error)
     raise AssertionError("tp=6 is legal on 8 ranks")

@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.models.grouped import add_to_groups, multiply_groups
 from paceline.models.moe import Mixture, MoeGpt
 from paceline.recipe import Layout, parse_recipe
-from paceline.recipe.legal import check_layout
+from paceline.recipe.legal import Rules
 from paceline.recipe.schema import MoeModel
 
 VOCAB = 50
@@ -158,6 +158,6 @@ def test_impossible_mixtures_are_refused(keys: dict[str, Any], code: str) -> Non
 
 def test_a_mixture_needs_the_whole_sequence() -> None:
     recipe = parse_recipe({"model": {"kind": "moe"}, "data": {"kind": "text"}, "train": {"steps": 1}})
-    assert not check_layout(recipe, Layout(tp=2), 2)
-    found = check_layout(recipe, Layout(tp=2, sequence=True), 2)
+    assert not Rules.of(recipe).check(Layout(tp=2), 2)
+    found = Rules.of(recipe).check(Layout(tp=2, sequence=True), 2)
     assert [finding.code for finding in found] == ["PL652"]

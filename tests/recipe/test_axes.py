@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.recipe import Layout, Rules, dump_recipe, load_recipe, refuse_layout
+from paceline.recipe import Layout, Rules, dump_recipe, load_recipe
 from paceline.recipe.legal import list_candidates
 from paceline.recipe.schema import LayoutSection
 
@@ -86,7 +86,7 @@ assert sum(c.echo * c.spread == 4 for c in candidates) == 3 * 6
 recipe = load_recipe(sys.argv[1], ["layout.dp_replicate=1"])
 assert recipe.layout.to_layout() == Layout(dp_replicate=1, echo=2, spread=2)
 assert "echo = 2" in dump_recipe(recipe)
-refuse_layout(recipe, recipe.layout.to_layout(), 4)
+Rules.of(recipe).refuse(recipe.layout.to_layout(), 4)
 # The fewest steps of the cheapest axis come first.
 near = Rules.of(recipe).nearest(Layout.parse("dp_replicate=1 echo=2"), 4)
 assert str(near[0]) == "dp_replicate=1 echo=4", near

@@ -15,19 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
-from paceline.recipe import (
-    Layout,
-    LayoutErrors,
-    Recipe,
-    Rules,
-    check_layout,
-    enumerate_layouts,
-    load_recipe,
-    nearest,
-    parse_recipe,
-    refuse_layout,
-    remark_layout,
-)
+from paceline.recipe import Layout, LayoutErrors, Recipe, Rules, load_recipe, parse_recipe
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import CHOICES
 from paceline.recipe.legal import list_candidates
@@ -280,7 +268,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("case", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_impossible(case: Case) -> None:
     asked, layout = recipe(case.table, *case.changes), Layout.parse(case.layout)
-    found = {finding.code: finding for finding in check_layout(asked, layout, case.ranks)}
+    found = {finding.code: finding for finding in Rules.of(asked).check(layout, case.ranks)}
     assert list(found) == [case.code], "one thing is wrong"
     finding = found[case.code]
     assert case.saw in finding.saw
@@ -289,10 +277,10 @@ def test_impossible(case: Case) -> None:
     assert case.code in read_pages()
     assert finding.where.split(".")[0] in finding.saw
     with pytest.raises(LayoutErrors) as caught:
-        refuse_layout(asked, layout, case.ranks)
+        Rules.of(asked).refuse(layout, case.ranks)
     assert caught.value.code == case.code
     for offered in caught.value.nearest:
-        assert check_layout(asked, offered, case.ranks) == []
+        assert Rules.of(asked).check(offered, case.ranks) == []
         assert str(offered) in str(caught.value)
 
 
@@ -339,7 +327,7 @@ def test_all_reasons_at_once() -> None:
     )
     layout = Layout.parse("tp=3 zero=1 sequence=true offload=cpu")
     with pytest.raises(LayoutErrors) as caught:
-        refuse_layout(asked, layout, 8)
+        Rules.of(asked).refuse(layout, 8)
     codes = [problem.code for problem in caught.value.problems]
     assert codes == ["PL113", "PL132", "PL133", "PL134", "PL137", "PL138", "PL139", "PL140", "PL149"]
     text = str(caught.value)
@@ -350,20 +338,20 @@ def test_all_reasons_at_once() -> None:
 def test_the_guide_shows_what_is_stated() -> None:
     asked = load_recipe(RECIPES / "gpt-stdlib.toml", ["model.heads=32", "model.ffn_hidden=1536"])
     with pytest.raises(LayoutErrors) as caught:
-        refuse_layout(asked, Layout.parse("tp=6 zero=2"), 8)
+        Rules.of(asked).refuse(Layout.parse("tp=6 zero=2"), 8)
     assert str(caught.value) in (RECIPES.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
 
 
 def test_a_refusal_crosses_processes() -> None:
     with pytest.raises(LayoutErrors) as caught:
-        refuse_layout(recipe(GPT), Layout.parse("tp=3 zero=1"), 8)
+        Rules.of(recipe(GPT)).refuse(Layout.parse("tp=3 zero=1"), 8)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.nearest == caught.value.nearest != []
 
 
 def test_refuse_lets_pass_what_works() -> None:
-    refuse_layout(recipe(GPT), Layout.parse("dp_shard=2 tp=2 zero=2 sequence=true recompute=block"), 8)
+    Rules.of(recipe(GPT)).refuse(Layout.parse("dp_shard=2 tp=2 zero=2 sequence=true recompute=block"), 8)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +366,7 @@ def test_refuse_lets_pass_what_works() -> None:
     ],
 )
 def test_the_nearest(asked: str, world_size: int, first: str) -> None:
-    assert str(nearest(recipe(GPT), Layout.parse(asked), world_size)[0]) == first
+    assert str(Rules.of(recipe(GPT)).nearest(Layout.parse(asked), world_size)[0]) == first
 
 
 REMARKS = {
@@ -409,15 +397,15 @@ def test_what_works_and_may_surprise(
 ) -> None:
     asked, layout = recipe(table, *changes), Layout.parse(text)
     world_size = layout.dp_shard * layout.cp * layout.tp * (layout.dp_replicate or 1)
-    assert check_layout(asked, layout, world_size) == []
-    (remark,) = remark_layout(asked, layout, world_size)
+    assert Rules.of(asked).check(layout, world_size) == []
+    (remark,) = Rules.of(asked).remark(layout, world_size)
     assert (remark.code, saw in remark.saw) == (code, True)
     assert code in read_pages()
 
 
 def test_nothing_to_remark() -> None:
     fast = recipe(GPT, "train.reduction=fast")
-    assert remark_layout(fast, Layout.parse("dp_replicate=2 dp_shard=2 tp=2 zero=1"), 8) == []
+    assert Rules.of(fast).remark(Layout.parse("dp_replicate=2 dp_shard=2 tp=2 zero=1"), 8) == []
 
 
 COUNTS = {
@@ -431,7 +419,7 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_shipped_recipes(name: str) -> None:
     asked = load_recipe(RECIPES / f"{name}.toml")
-    counts = [enumerate_layouts(asked, world_size) for world_size in (1, 2, 4, 8)]
+    counts = [Rules.of(asked).enumerate(world_size) for world_size in (1, 2, 4, 8)]
     assert [(len(legal), total) for legal, total in counts] == COUNTS[name]
     for (legal, _), world_size in zip(counts, (1, 2, 4, 8), strict=True):
         assert {layout.num_ranks for layout in legal} == {world_size}
@@ -440,7 +428,7 @@ def test_counts_of_the_shipped_recipes(name: str) -> None:
 
 def test_recompute_and_offload_are_counted_where_asked_for() -> None:
     asked = recipe(GPT)
-    legal, total = enumerate_layouts(asked, 4, recompute=CHOICES["recompute"], offload=("none", "cpu"))
+    legal, total = Rules.of(asked).enumerate(4, recompute=CHOICES["recompute"], offload=("none", "cpu"))
     assert total == 90 * 3 * 2
     # Offloading needs shards: dp_shard=4 and dp_shard=2 have 3 each, dp_shard=2 tp=2 has 6, dp_shard=2 cp=2
     # has 3. A pipeline has 8, and offloads nothing; cp has 6 in memory.
@@ -527,7 +515,7 @@ def test_what_is_offered_works(model: ModelFacts, run: RunFacts, layout: Layout,
 
 def test_many_ranks_are_answered_at_once() -> None:
     asked = recipe(GPT)
-    legal, total = enumerate_layouts(asked, 4096)
+    legal, total = Rules.of(asked).enumerate(4096)
     assert total == 1820 * 6
     assert 0 < len(legal) < total
-    assert nearest(asked, Layout.parse("tp=64"), 4096)[0].tp == 4
+    assert Rules.of(asked).nearest(Layout.parse("tp=64"), 4096)[0].tp == 4

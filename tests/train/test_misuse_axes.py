@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 from paceline.models.moe import Experts
 from paceline.parallel.context.find import find_context_plan
 from paceline.recipe import Layout, parse_recipe
-from paceline.recipe.legal import check_layout
+from paceline.recipe.legal import Rules
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.parallel.context.test_context_refusals import LENGTH, REFUSED, Attend, Model, _plain
@@ -76,7 +76,7 @@ def check(text: str, **model: Any) -> Callable[[], str]:
         except PacelineError as error:
             return str(error)
         layout = Layout.parse(text).close()
-        return "\n".join(map(str, check_layout(recipe, layout, layout.num_ranks)))
+        return "\n".join(map(str, Rules.of(recipe).check(layout, layout.num_ranks)))
 
     return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.recipe import parse_recipe
-from paceline.recipe.legal import enumerate_layouts
+from paceline.recipe.legal import Rules
 from paceline.verifying.check import verify_recipe
 from tests.dist.pool import Pool
 from tests.verifying.runs import PoolRunner
@@ -30,7 +30,7 @@ def test_all_layouts_are_the_same_as_one_process(
     ranks: Pool, tmp_path: Path, kind: str, num_ranks: int, reduction: str
 ) -> None:
     recipe = parse_recipe(recipe_table(kind, tmp_path, reduction))
-    legal, num_candidates = enumerate_layouts(recipe, num_ranks)
+    legal, num_candidates = Rules.of(recipe).enumerate(num_ranks)
     assert 2 < len(legal) < num_candidates
     verified = verify_recipe(recipe, legal, steps=2, run=PoolRunner(ranks))
     assert [result.layout for result in verified.results] == [str(layout) for layout in legal]

@@ -183,7 +183,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
             )
         return _list_all(recipe, args.nproc)
     from paceline.recipe import Layout, settle_recipe
-    from paceline.recipe.legal import refuse_layout
+    from paceline.recipe.legal import Rules
 
     if not args.layouts and args.nproc is not None:
         return Asked([settle_recipe(recipe, args.nproc).layout])
@@ -191,24 +191,24 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
     layouts = []
     for layout in given:
         ranks = layout.fewest_ranks if args.nproc is None else args.nproc
-        refuse_layout(recipe, layout, ranks)
+        Rules.of(recipe).refuse(layout, ranks)
         layouts.append(layout.resolve(ranks))
     return Asked(list(dict.fromkeys(layouts)))
 
 
 def _list_all(recipe: Recipe, nproc: int) -> Asked:
     from paceline.recipe.layout import check_ranks
-    from paceline.recipe.legal import check_layout, enumerate_layouts, list_candidates
+    from paceline.recipe.legal import Rules, list_candidates
 
     check_ranks(nproc)  # before the smaller numbers are tried
     asked = Asked([])
     for ranks in list_ranks(nproc):
-        legal, num_candidates = enumerate_layouts(recipe, ranks)
+        legal, num_candidates = Rules.of(recipe).enumerate(ranks)
         asked.layouts += legal
         asked.num_candidates += num_candidates
         for layout in list_candidates(ranks, ("none",), ("none",)):
             if layout not in legal:
-                asked.refused.append((layout, check_layout(recipe, layout, ranks)))
+                asked.refused.append((layout, Rules.of(recipe).check(layout, ranks)))
     return asked
 
 

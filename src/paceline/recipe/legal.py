@@ -214,40 +214,6 @@ def _list_inner(candidates: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]
             yield degrees | dict(zip((axis.name for axis in inner), chosen, strict=True))
 
 
-def check_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
-    """Return everything that keeps a layout from working for a recipe; empty if it works."""
-    return Rules.of(recipe).check(layout, world_size)
-
-
-def remark_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
-    """Return what works for a recipe and may surprise: a vocabulary that stays whole, idle ranks."""
-    return Rules.of(recipe).remark(layout, world_size)
-
-
-def refuse_layout(recipe: Recipe, layout: Layout, world_size: int) -> None:
-    """Raise for a layout that does not work for a recipe.
-
-    Raises:
-        LayoutErrors: all reasons at once, with the nearest layouts that work.
-    """
-    Rules.of(recipe).refuse(layout, world_size)
-
-
-def nearest(recipe: Recipe, layout: Layout, world_size: int) -> list[Layout]:
-    """Return up to three legal layouts for a recipe, the most similar first."""
-    return Rules.of(recipe).nearest(layout, world_size)
-
-
-def enumerate_layouts(
-    recipe: Recipe,
-    world_size: int,
-    recompute: Sequence[str] = ("none",),
-    offload: Sequence[str] = ("none",),
-) -> tuple[list[Layout], int]:
-    """Return all legal layouts for a recipe on this number of ranks, and the number of candidates."""
-    return Rules.of(recipe).enumerate(world_size, recompute, offload)
-
-
 def _measure_distance(asked: Layout, candidate: Layout) -> float:
     distance = 0.0
     for axis in AXES:

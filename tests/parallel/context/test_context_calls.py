@@ -16,7 +16,7 @@ from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.gather import attend_by_rows
 from paceline.recipe import Layout, parse_recipe
-from paceline.recipe.legal import check_layout
+from paceline.recipe.legal import Rules
 from paceline.torch_seams.operators import ATTENTION
 from tests.dist.pool import Pool
 from tests.parallel.context.test_context_gather import _with, run_example
@@ -112,5 +112,5 @@ def test_auto_names_what_neither_way_divides() -> None:
 @pytest.mark.parametrize("by", ["gather", "auto"])
 def test_layouts_without_whole_heads_are_legal(by: str) -> None:
     layout = Layout.parse(f"cp=4 cp_by={by}")
-    assert not check_layout(parse_recipe(RECIPE), layout.close(), 4)
+    assert not Rules.of(parse_recipe(RECIPE)).check(layout.close(), 4)
     assert parse_recipe({**RECIPE, "layout": {"cp": 4, "cp_by": by}}).layout.to_layout().cp_by == by

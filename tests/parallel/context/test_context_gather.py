@@ -19,7 +19,7 @@ from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.collectives import all_reduce
 from paceline.recipe import Layout, parse_recipe
-from paceline.recipe.legal import check_layout
+from paceline.recipe.legal import Rules
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
 from tests.parallel.context.test_context_refusals import RECIPE, Model, _plain
@@ -315,7 +315,7 @@ def test_bytes_are_those_of_the_formula(ranks: Pool) -> None:
 )
 def test_layouts_by_gather(text: str, code: str) -> None:
     layout = Layout.parse(text).close()
-    found = [problem.code for problem in check_layout(parse_recipe(RECIPE), layout, layout.num_ranks)]
+    found = [problem.code for problem in Rules.of(parse_recipe(RECIPE)).check(layout, layout.num_ranks)]
     assert found == ([code] if code else [])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.parallel.context.find import find_context_plan
 from paceline.recipe import Layout, parse_recipe
-from paceline.recipe.legal import check_layout
+from paceline.recipe.legal import Rules
 
 LENGTH = 12
 
@@ -182,6 +182,6 @@ RECIPE = {
 )
 def test_layouts_are_refused_before_ranks_start(text: str, code: str, word: str) -> None:
     layout = Layout.parse(text).close()
-    problems = check_layout(parse_recipe(RECIPE), layout, layout.num_ranks)
+    problems = Rules.of(parse_recipe(RECIPE)).check(layout, layout.num_ranks)
     found = [problem for problem in problems if problem.code == code]
     assert any(word in problem.saw for problem in found), problems
