@@ -99,12 +99,6 @@ def test_faster_links_are_never_slower(llama: Path, capsys: pytest.CaptureFixtur
     assert times == sorted(times, reverse=True)
 
 
-def test_numbers_of_nodes_are_compared(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(llama, "--cluster", "4 nodes of 8 H100-80", "--scale") == 0
-    out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["8", "16", "32"]
-
-
 def test_a_plan_needs_no_torch(llama: Path) -> None:
     code = (
         "import sys; from paceline.cli.main import main; "
@@ -284,7 +278,6 @@ def test_wider_numbers_are_never_computed_faster(llama: Path, capsys: pytest.Cap
     [
         ("recipes/gpt-stdlib.toml", "--batch", "a:b"),
         ("recipes/gpt-stdlib.toml", "--global-batch", 8),
-        ("recipes/gpt-stdlib.toml", "--scale", "--layout", "tp=2"),
         ("a.py:build", "--batch", "a.py:batch", "--set", "model.layers=2"),
         ("a.py:build", "--batch", "a.py:batch", "--vocab-size", 32),
     ],

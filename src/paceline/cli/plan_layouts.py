@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,9 +54,6 @@ def add_layouts(kinds: Any) -> None:
         "--calibrate", metavar="RUN", type=Path, help="a run's folder: its measured steps narrow the interval"
     )
     parser.add_argument(
-        "--scale", action="store_true", help="compare numbers of nodes: time and cost of a token on each"
-    )
-    parser.add_argument(
         "--batch", metavar="FILE.py:FUNCTION", help="for a model of your own: makes one microbatch"
     )
     parser.add_argument(
@@ -103,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if args.calibrate is not None:
         calibration = calibrate(args.calibrate, costs, cluster, fit)
         costs = replace(costs, factor=calibration.factor)
-    if args.scale:
-        return _scale(args, costs, rules, cluster, fit, limit)
     if args.layout is not None:
         found = plan_one(costs, rules, cluster, fit, args.layout, limit=limit)
     else:
@@ -120,22 +115,20 @@ def run(args: argparse.Namespace) -> int:
 _UNUSED = {
     "a model of your own": ("set", "vocab_size", "calibrate"),
     "a recipe": ("batch", "global_batch"),
-    "several numbers of nodes": ("layout",),
 }
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raise PL941 for an option that would have no effect."""
     kind = "a recipe" if args.target.endswith(".toml") else "a model of your own"
-    for each in [kind, *["several numbers of nodes"] * args.scale]:
-        unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[each] if getattr(args, name)]
-        if unused:
-            raise PacelineError(
-                "PL941",
-                saw=f"{' and '.join(unused)} with {each}.",
-                rule="The plan would not use it.",
-                fix="Leave it out.",
-            )
+    unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[kind] if getattr(args, name)]
+    if unused:
+        raise PacelineError(
+            "PL941",
+            saw=f"{' and '.join(unused)} with {kind}.",
+            rule="The plan would not use it.",
+            fix="Leave it out.",
+        )
 
 
 def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts, Rules]:
@@ -214,7 +207,7 @@ def describe(
     found: Plan, rules: Rules, fit: Constants, limit: float | None, calibration: Calibration | None
 ) -> Iterator[str]:
     """Yield the lines of the report."""
-    from paceline.plan.search import find_limit, grow, vary
+    from paceline.plan.search import find_limit, grow
 
     costs, cluster = found.costs, found.cluster
     room = find_limit(cluster) if limit is None else limit
@@ -265,9 +258,6 @@ def describe(
         times = candidate.seconds / best.seconds
         yield f"  {candidate.family}: {times:.2f} times the time ({why}), as {candidate.layout}"
     yield from (f"  {family}: {why}" for family, why in found.fallen.items())
-    if changes := vary(found, fit):
-        yield "\nwhat would change the answer:"
-        yield from (f"  {words}: {candidate.layout}" for words, candidate in changes)
 
 
 def _describe_row(candidate: Candidate, bar: Interval) -> tuple[str, ...]:
@@ -369,53 +359,3 @@ def as_table(found: Plan, calibration: Calibration | None) -> dict[str, Any]:
         "smallest_bytes": None if found.smallest is None else found.smallest.demand.high,
         "fallen": found.fallen,
     }
-
-
-def _scale(
-    args: argparse.Namespace,
-    costs: ModelCosts,
-    rules: Rules,
-    cluster: Cluster,
-    fit: Constants,
-    limit: float | None,
-) -> int:
-    """Print a row for each halving of the nodes, and return 0 if one of them fits."""
-    from paceline.plan.search import search
-
-    sizes: list[Cluster] = []
-    nodes = cluster.nodes
-    while nodes >= 1:
-        sizes.append(replace(cluster, nodes=nodes))
-        if nodes % 2:
-            break
-        nodes //= 2
-    found = [search(costs, rules, each, fit, limit=limit) for each in reversed(sizes)]
-    if args.json:
-        print(json.dumps({"scale": [as_table(each, None) for each in found]}))
-    else:
-        print("\n".join(_describe_scale(found)))
-    return 0 if any(each.fitting for each in found) else 1
-
-
-def _describe_scale(found: Sequence[Plan]) -> Iterator[str]:
-    rows = [("ranks", "step", "rank-hours per 1e9", "of the first", "layout")]
-    first = None
-    for each in found:
-        ranks = each.cluster.num_ranks
-        if not each.fitting:
-            rows.append((str(ranks), "-", "-", "-", "nothing fits"))
-            continue
-        best = each.fitting[0]
-        hours = best.seconds * ranks / (each.costs.global_batch * each.costs.tokens) * 1e9 / 3600
-        first = first or hours
-        rows.append(
-            (
-                str(ranks),
-                format_seconds(best.seconds),
-                f"{hours:.3g}",
-                f"{first / hours:.0%}",
-                str(best.layout),
-            )
-        )
-    yield format_rows(rows)
-    yield "\nrank-hours: for 1e9 tokens, or samples of what is no text"

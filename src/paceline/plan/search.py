@@ -8,13 +8,13 @@ errors within one publication are a tie: what is wrong for both cancels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.plan.cluster import Cluster, Wire
+from paceline.plan.cluster import Cluster
 from paceline.plan.costs import ModelCosts
 from paceline.plan.demand import Demand, Demands
 from paceline.plan.fit import Constants, load_fit
@@ -245,45 +245,6 @@ def _explain(
         if reasons:
             found[f"any {axis.name}"] = f"{reasons[0].saw} {reasons[0].rule} [{reasons[0].code}]"
     return found
-
-
-def vary(found: Plan, fit: Constants) -> list[tuple[str, Candidate]]:
-    """Return what would change the answer, each with the layout that would then be fastest."""
-    cluster = found.cluster
-    changes: list[tuple[str, Callable[[Cluster], Cluster]]] = []
-    several = {"between": cluster.nodes > 1, "inside": cluster.ranks_per_node > 1}
-    for name, wire in (("between", cluster.between), ("inside", cluster.inside)):
-        if wire is not None and several[name]:
-            changes += [
-                (_name_change(name, wire, factor), _change(name, wire, factor)) for factor in (0.25, 4.0)
-            ]
-    seen: dict[str, int] = {}
-    few = []
-    for candidate in found.fitting:
-        seen[candidate.family] = seen.get(candidate.family, 0) + 1
-        if seen[candidate.family] <= _FEW:
-            few.append(candidate)
-    best = found.fitting[0]
-    results = []
-    for words, change in changes:
-        step = StepModel(found.costs, change(cluster), fit)
-        timed = [replace(candidate, time=step.time(candidate.layout)) for candidate in few]
-        first = min(timed, key=lambda candidate: candidate.seconds)
-        same = next(candidate for candidate in timed if candidate.layout == best.layout)
-        if same.seconds > first.seconds * (1 + found.tie / 4) and first.layout != best.layout:
-            results.append((words, first))
-    return results
-
-
-def _name_change(name: str, wire: Wire, factor: float) -> str:
-    where = "between nodes" if name == "between" else "inside nodes"
-    return f"with {wire.bytes_per_s * factor * 8 / 1e9:.3g} Gbit/s per rank {where} (x{factor:g})"
-
-
-def _change(name: str, wire: Wire, factor: float) -> Callable[[Cluster], Cluster]:
-    calls = {key: (empty, rate * factor) for key, (empty, rate) in wire.calls.items()}
-    faster = replace(wire, bytes_per_s=wire.bytes_per_s * factor, calls=calls)
-    return lambda cluster: replace(cluster, **{name: faster})  # type: ignore[arg-type]
 
 
 def grow(
