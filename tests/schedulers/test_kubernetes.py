@@ -37,34 +37,24 @@ JOBS: list[dict[str, Any]] = [
         )
     },
 ]
-KINDS = ["job", "jobset", "trainjob"]
-RENDERED = {
-    "job": ["NetworkPolicy", "Service", "Job"],
-    "jobset": ["NetworkPolicy", "JobSet"],
-    "trainjob": ["NetworkPolicy", "TrainingRuntime", "TrainJob"],
-}
 
 
-def build(kind: str, **options: Any) -> KubernetesJob:
+def build(**options: Any) -> KubernetesJob:
     plain = {"target": Target("train.py"), "nodes": Nodes(2, 2), "nproc_per_node": 1, "name": "train"}
-    return KubernetesJob(kind=kind, image="registry:5000/paceline:1", grace_s=120, **{**plain, **options})
+    return KubernetesJob(image="registry:5000/paceline:1", grace_s=120, **{**plain, **options})
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe", "doctor", "options"])
-def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -> None:
-    job = build(kind, **options)
+def test_what_is_rendered_obeys_the_schema(options: dict[str, Any]) -> None:
+    job = build(**options)
     read = list(yaml.safe_load_all(render_kubernetes(job)))
     assert read == build_documents(job), "the text says what was built"
     assert [fault for document in read for fault in find_faults(document)] == []
-    assert [document["kind"] for document in read] == RENDERED[kind]
+    assert [document["kind"] for document in read] == ["NetworkPolicy", "Service", "Job"]
 
 
 def find_job(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    spec = documents[-1]["spec"]
-    if "runtimeRef" in spec:
-        spec = documents[-2]["spec"]["template"]["spec"]
-    return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
+    return documents[-1]["spec"]
 
 
 SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -79,51 +69,11 @@ SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPOILERS)
-def test_the_schema_finds_mistakes(kind: str, name: str) -> None:
-    documents = copy.deepcopy(build_documents(build(kind)))
+def test_the_schema_finds_mistakes(name: str) -> None:
+    documents = copy.deepcopy(build_documents(build()))
     SPOILERS[name](find_job(documents))
     assert len([fault for document in documents for fault in find_faults(document)]) == 1
-
-
-TRAINJOB_SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "misspelt": lambda spec: spec["trainer"].update(numNode=2),
-    "wrong type": lambda spec: spec["trainer"].update(numProcPerNode="auto"),
-    "missing": lambda spec: spec["runtimeRef"].pop("name"),
-    "no such kind": lambda spec: spec["runtimeRef"].update(kind="Runtime"),
-    "below": lambda spec: spec.update(activeDeadlineSeconds=0),
-}
-
-
-@pytest.mark.parametrize("name", TRAINJOB_SPOILERS)
-def test_the_schema_of_a_trainjob_finds_mistakes(name: str) -> None:
-    document = copy.deepcopy(build_documents(build("trainjob"))[-1])
-    assert find_faults(document) == []
-    TRAINJOB_SPOILERS[name](document["spec"])
-    assert len(find_faults(document)) == 1
-
-
-def test_a_trainjob_runs_what_a_jobset_would() -> None:
-    """Its controller puts the TrainJob's fields into the container `node` of the runtime."""
-    options = JOBS[1]
-    _, runtime, job = build_documents(build("trainjob", **options))
-    _, jobset = build_documents(build("jobset", **options))
-    trainer = dict(job["spec"]["trainer"])
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert trainer.pop("numNodes") == runtime["spec"]["mlPolicy"]["numNodes"] == 2
-    trainer["resources"] = trainer.pop("resourcesPerNode")
-    made = copy.deepcopy(runtime["spec"]["template"]["spec"])
-    template = made["replicatedJobs"][0]["template"]
-    assert template.pop("metadata")["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    template["spec"]["template"]["spec"]["containers"][0].update(trainer)
-    spec = template["spec"]
-    spec["template"]["spec"]["containers"][0]["name"] = "paceline"
-    for rule in spec["podFailurePolicy"]["rules"]:
-        if "onExitCodes" in rule:
-            assert rule["onExitCodes"]["containerName"] == "node"
-            rule["onExitCodes"]["containerName"] = "paceline"
-    assert made == jobset["spec"]
 
 
 def test_a_kind_without_a_schema_is_a_fault() -> None:
@@ -131,16 +81,9 @@ def test_a_kind_without_a_schema_is_a_fault() -> None:
     assert find_faults(pytorch_job) == ["there is no schema for kubeflow.org-v1.PyTorchJob"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "first"),
-    [
-        ("job", "train-0.train"),
-        ("jobset", "train-node-0-0.train"),
-        ("trainjob", "train-node-0-0.train"),
-    ],
-)
-def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
+def test_the_command_of_a_pod(tmp_path: Path) -> None:
     """It waits for the first pod's name, for a limited time, and becomes the launcher."""
+    first = "train-0.train"
     programs = {
         "getent": f'[ "$2" = {first} ] && [ -e known ] || {{ touch known; exit 2; }}',
         "paceline": 'printf "%s\\n" $$ "$@"',
@@ -148,9 +91,9 @@ def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    documents = build_documents(build(kind, target=Target("my train.py", ("--lr", "3 4"))))
+    documents = build_documents(build(target=Target("my train.py", ("--lr", "3 4"))))
     job = find_job(documents)
-    container = job["template"]["spec"]["containers"][0] | documents[-1]["spec"].get("trainer", {})
+    container = job["template"]["spec"]["containers"][0]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = [*container["command"], *container["args"]]
     with subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as pod:
@@ -158,29 +101,22 @@ def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
     assert lines[:2] == [f"waiting for {first}", str(pod.pid)], "signals of the pod reach the launcher"
     given = " ".join(lines[2:])
     assert f"--rdzv-endpoint {first}:29500 --rdzv-id train" in given
-    assert ("--max-restarts" in given) == (kind == "job"), "a JobSet makes all pods again"
+    assert "--max-restarts" in given
     assert lines[-3:] == ["my train.py", "--lr", "3 4"]
     assert "--grace-s 105" in given
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 120
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_pod_is_made_again_and_not_counted(kind: str) -> None:
-    documents = build_documents(build(kind))
+def test_a_stopped_pod_is_made_again_and_not_counted() -> None:
+    documents = build_documents(build())
     rules = find_job(documents)["podFailurePolicy"]["rules"]
     stopped = [rule for rule in rules if 75 in rule.get("onExitCodes", {}).get("values", [])]
-    assert [rule["action"] for rule in stopped] == ["Ignore" if kind == "job" else "FailJob"]
-    if kind != "job":
-        spec = documents[1]["spec"]
-        (rule,) = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]["rules"]
-        assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert [rule["action"] for rule in stopped] == ["Ignore"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_pass_the_restricted_standard(kind: str) -> None:
+def test_pods_pass_the_restricted_standard() -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
-    pod = find_job(build_documents(build(kind, has_doctor=True)))["template"]["spec"]
+    pod = find_job(build_documents(build(has_doctor=True)))["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["securityContext"]["runAsUser"] > 0
     assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
@@ -194,10 +130,9 @@ def test_pods_pass_the_restricted_standard(kind: str) -> None:
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pod_checks_its_node_before_it_starts(kind: str) -> None:
+def test_a_pod_checks_its_node_before_it_starts() -> None:
     plain, checked = (
-        find_job(build_documents(build(kind, nproc_per_node=8, gpus_per_node=8, has_doctor=flag)))
+        find_job(build_documents(build(nproc_per_node=8, gpus_per_node=8, has_doctor=flag)))
         for flag in (False, True)
     )
     assert "initContainers" not in plain["template"]["spec"]
@@ -209,7 +144,7 @@ def test_a_pod_checks_its_node_before_it_starts(kind: str) -> None:
 
 def test_a_pod_requests_what_it_needs_and_limits_what_was_given() -> None:
     def find(**options: Any) -> Any:
-        job = find_job(build_documents(build("job", **options)))
+        job = find_job(build_documents(build(**options)))
         return job["template"]["spec"]["containers"][0]["resources"]
 
     assert find(nproc_per_node=2) == {"requests": {"cpu": "2", "memory": "16384Mi"}}
@@ -218,7 +153,7 @@ def test_a_pod_requests_what_it_needs_and_limits_what_was_given() -> None:
 
 
 def test_options_reach_the_pods() -> None:
-    documents = build_documents(build("job", **JOBS[-1]))
+    documents = build_documents(build(**JOBS[-1]))
     job = documents[-1]
     pod = job["spec"]["template"]["spec"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
@@ -258,7 +193,7 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "hf_secret" not in text, "nothing of the environment is rendered"
     (folder / "kubectl").write_text('#!/bin/sh\n[ "$1 $2" = "create -f" ] && echo created\n')
     (folder / "kubectl").chmod(0o755)
-    words = ["--as", "job", "--nodes", "2", "--image", "x", "--submit", "--json", "My_Train.py"]
+    words = ["--nodes", "2", "--image", "x", "--submit", "--json", "My_Train.py"]
     assert main(["launch", "kubernetes", *words]) == 0
     done = json.loads(capsys.readouterr().out)
     assert (done["file"], done["submitted"]) == ("my-train.yaml", "created")

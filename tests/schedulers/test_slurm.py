@@ -88,13 +88,6 @@ def test_nodes_that_fail_the_check_are_kept_out(
         assert step in " ".join(line.split())
 
 
-def test_a_task_of_an_array_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--nodes", "2", "--array", "3", "--time", "1:00:00", "--doctor", "train.py")
-    assert "if ! srun --ntasks=1 paceline doctor --nproc-per-node 1; then" in text
-    Path("x.sh").write_text(text)
-    subprocess.run(["bash", "-n", "x.sh"], check=True)
-
-
 def test_a_script_on_a_fixed_number_of_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--nodes",
@@ -144,21 +137,6 @@ def test_a_recipe_on_a_range_of_nodes(folder: Path, capsys: pytest.CaptureFixtur
     subprocess.run(["bash", "-n", "x.sh"], check=True)
 
 
-def test_an_array_of_nodes_with_spares(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--nodes", "2:4", "--array", "6", "--time", "60", "train.py")
-    assert "#SBATCH --array=0-5 " in text
-    assert "#SBATCH --nodes=1\n" in text
-    assert "#SBATCH --output=%x-%A_%a.out\n" in text
-    assert "no-kill" not in text, "each node is a job of its own"
-    assert '--nnodes "2:4" --nproc-per-node 1 --max-restarts 3' in text
-    assert '--rdzv-backend folder --rdzv-endpoint "$meet" --rdzv-id "$SLURM_ARRAY_JOB_ID"' in text
-    lines = text.splitlines()
-    named = [line for line in lines if "$SLURM_JOB_ID" in line]
-    assert named == [], "for SLURM, the last task's SLURM_JOB_ID is the whole array"
-    (folder / "x.sh").write_text(text)
-    subprocess.run(["bash", "-n", "x.sh"], check=True)
-
-
 # ---- mistakes
 
 BATCH = """#!/bin/bash
@@ -176,8 +154,6 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (["--nodes", "0", "train.py"], "PL365", "--nodes 0"),
         (["--nodes", "two", "train.py"], "PL365", "--nodes two"),
         (["--nodes", "2", "--nproc-per-node", "0", "train.py"], "PL365", "--nproc-per-node 0"),
-        (["--nodes", "2", "--array", "-1", "train.py"], "PL365", "--array -1"),
-        (["--nodes", "2:4", "--array", "3", "train.py"], "PL382", "--array 3 with --nodes 2:4"),
         (["--nodes", "2", "--time", "soon", "train.py"], "PL366", "--time soon"),
         (["--nodes", "2", "--time", "0", "train.py"], "PL366", "--time 0"),
         (["--nodes", "2", "--time", "3:00", "train.py"], "PL366", "a time limit of 180 s"),
@@ -199,7 +175,7 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (
             ["--nodes", "2:3", RECIPE, "--set", "layout.dp_shard=2"],
             "PL113",
-            "--nodes 2:3 allows 3 nodes with 1 rank each, which the layout does not fit",
+            "--nodes 2:3 allows 3 ranks, which the layout does not fit",
         ),
         (["--nodes", "1:3", RECIPE, "--set", 'elastic.layouts=["tp=2"]'], "PL129", "needs 2"),
     ],
@@ -275,16 +251,13 @@ def run_script(
     signum: int = 0,
     requeues: bool = True,
     nodes: str = "2",
-    array: int = 0,
     grace: int = 0,
-    others: int = 0,
 ) -> tuple[int, str]:
     """Return the script's exit code and output, where srun ends with `code`."""
     (folder / "job.sh").write_text(
         render(
             capsys,
             *("--nodes", nodes, "--time", "5", "--max-requeues", "3"),
-            *(["--array", str(array)] if array else []),
             "train.py",
         )
     )
@@ -292,7 +265,6 @@ def run_script(
     wait = "trap 'exit $(cat code)' TERM; echo $$ > srun.pid; while true; do sleep 0.1; done"
     add_program(folder, "srun", report + (wait if signum else "exit $(cat code)"))
     add_program(folder, "scancel", 'echo "scancel $*"; [ ! -e srun.pid ] || kill -TERM $(cat srun.pid)')
-    add_program(folder, "squeue", f"for ((n = 0; n < {others + 1}; n++)); do echo 77_$n; done")
     add_program(folder, "sinfo", f"echo '{lost}'")
     # SLURM ends the job, and with it scontrol, as soon as it has taken the request.
     requeue = "kill -TERM $$; echo requeue $2" if requeues else "echo disabled >&2; exit 1"
@@ -305,8 +277,6 @@ def run_script(
     )
     (folder / "code").write_text(str(code))
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[0-1]"}
-    if array:
-        env |= {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3", "SLURM_SUBMIT_DIR": str(folder)}
     if restarts:
         env["SLURM_RESTART_COUNT"] = restarts
     words = ["bash", "job.sh"]
@@ -370,41 +340,6 @@ def test_ranks_know_the_partitions_grace_time(
 ) -> None:
     run_script(folder, capsys, code=0, grace=grace)
     assert f"--grace-s {told} --shutdown-timeout 105" in (folder / "srun.words").read_text()
-
-
-@pytest.mark.parametrize(
-    ("facts", "told", "done"),
-    [
-        ({"code": 0}, "finished", "scancel --state=PENDING 77"),
-        ({"code": 1}, "failed with exit code 1", "scancel --state=PENDING 77"),
-        ({"code": 75, "signum": signal.SIGUSR1}, "stopped by the time limit", "scancel --signal=TERM 77_3"),
-        ({"code": 75, "state": PREEMPTED}, "stopped by preemption", "requeue 77_3"),
-        ({"code": 1, "lost": "node1"}, "node failure: node1", "requeue 77_3"),
-        ({"code": 75, "state": GONE}, "job 77_3: cancelled by scancel", ""),
-    ],
-    ids=["finished", "failed", "limit", "preempted", "lost", "cancelled"],
-)
-def test_what_ended_a_task_of_an_array(
-    folder: Path, facts: dict[str, object], told: str, done: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = run_script(folder, capsys, array=4, **facts)  # type: ignore[arg-type]
-    assert code == facts["code"], out
-    assert told in out
-    assert done in out
-    assert ("--state=PENDING" in out) == ("PENDING" in done), "the others go on without this one"
-
-
-def test_the_last_task_of_an_array_removes_where_they_met(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    meet = folder / ".paceline-array" / "77"
-    meet.mkdir(parents=True)
-    run_script(folder, capsys, code=0, array=4, others=1)
-    assert meet.is_dir()
-    run_script(folder, capsys, code=75, array=4, state=PREEMPTED)
-    assert meet.is_dir(), "it is requeued"
-    run_script(folder, capsys, code=0, array=4)
-    assert not meet.parent.exists()
 
 
 def test_a_requeue_that_is_not_permitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     slurm = kinds.add_parser("slurm", help="a batch script", description=_DESCRIPTION)
     _add_flags(slurm, SlurmJob)
     slurm.set_defaults(run=run_slurm)
-    kubernetes = kinds.add_parser(
-        "kubernetes", help="a Job, a JobSet or a TrainJob", description=_DESCRIPTION
-    )
+    kubernetes = kinds.add_parser("kubernetes", help="a Job with a pod per node", description=_DESCRIPTION)
     _add_flags(kubernetes, KubernetesJob)
     kubernetes.set_defaults(run=run_kubernetes)
     ssh = kinds.add_parser("ssh", help="a bash script for nodes that ssh reaches", description=_DESCRIPTION)
@@ -70,7 +68,6 @@ def _add_flags(parser: argparse.ArgumentParser, kind: type[ClusterJob | SshJob])
 def run_slurm(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     target, nodes, nproc = _read_job(args)
-    args.output = args.output or ("%x-%A_%a.out" if args.array else "%x-%j.out")
     job = SlurmJob(
         target=target,
         nodes=nodes,
@@ -120,7 +117,7 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
     target, nodes = Target(args.target, tuple(args.args)), read_nodes(args.nodes)
     check_target(target)
     nproc = args.nproc_per_node or args.gpus_per_node or 1
-    for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues", "array"):
+    for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues"):
         value = getattr(args, flag, None)
         if value is not None and value < (1 if flag in ("nproc_per_node", "cpus_per_node") else 0):
             raise PacelineError(
@@ -142,14 +139,14 @@ def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
     settings.add_argument("--set", action="append", default=[])
     found, _ = settings.parse_known_args(list(target.args))
     recipe = load_recipe(target.path, found.set, remark=lambda remark: None)
-    for count in range(nodes.least, nodes.most + 1):
+    for ranks in range(nodes.least * nproc, nodes.most * nproc + 1, nproc):
         try:
-            settle_recipe(recipe, count * nproc)
+            settle_recipe(recipe, ranks)
         except PacelineError:
             if nodes.is_range:
                 print_remark(
-                    f"--nodes {nodes} allows {count * nproc} ranks, which the layout does not fit: use "
-                    '"auto" for dp_replicate or dp_shard, list [elastic] layouts, or choose another range.'
+                    f"--nodes {nodes} allows {ranks} rank{'s' * (ranks > 1)}, which the layout does not fit: "
+                    'use "auto" for dp_replicate or dp_shard, list [elastic] layouts, or use another range.'
                 )
             raise
 

@@ -1,20 +1,12 @@
 """Renders a job for Kubernetes: one pod per node, stable names, and restarts that agree with the launcher's.
 
-- `job`: a Job with indexed pods, and a headless Service that gives them names. A pod that was stopped or
-  moved (exit code 75, or the condition DisruptionTarget) is made again and not counted. The launchers of the
-  other pods restart their ranks and wait for it.
-- `jobset`: a JobSet, whose controller makes the Service. It makes all pods again when one fails, which also
-  replaces the pod where the nodes meet. Launchers then do not restart ranks themselves.
-
-- `trainjob`: a TrainJob of Kubeflow Trainer, with a TrainingRuntime of its own, from which the controller
-  makes the same JobSet. The runtime has no policy for torch: with one, the controller would set torchrun's
-  variables beside the launcher's flags.
+A Job has indexed pods, and a headless Service gives them names. A pod that was stopped or moved (exit code
+75, or the condition DisruptionTarget) is made again and not counted. The launchers of the other pods restart
+their ranks and wait for it.
 
 Pods pass the Pod Security standard `restricted`, and a NetworkPolicy admits only pods of the same job: the
-ports of torch's store and of gloo have no authentication.
-
-They follow the documentation of batch/v1 (`podFailurePolicy`) and jobset.x-k8s.io/v1alpha2 (`failurePolicy`),
-and the types of trainer.kubeflow.org/v1alpha1.
+ports of torch's store and of gloo have no authentication. The Job follows the documentation of batch/v1
+(`podFailurePolicy`).
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
@@ -31,7 +23,7 @@ from paceline.schedulers.target import MARK, ClusterJob, flag, quote
 from paceline.schedulers.times import check_grace
 from paceline.schedulers.yaml_text import dump_yaml
 
-# JobSet appends "-node-0-NNNNN", and a name has 63 letters at most.
+# Pods append "-NNNNN", and a name has 63 letters at most.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _UNITS: dict[str, int] = {"": 1, **{f"{x}i": 1024**n for n, x in enumerate("KMGT", 1)}}
@@ -46,6 +38,7 @@ _OPTIONS = {
     "service-account": r"[a-z0-9][a-z0-9.-]*",
     "queue": r"[a-z0-9][a-z0-9.-]*",
 }
+_CONTAINER = "paceline"
 _TTL_S = 7 * 24 * 3600
 # Without --mem, a rank requests this much beside /dev/shm: torch itself takes about 0.3 GB.
 _RANK_GIB = 4
@@ -64,11 +57,6 @@ class KubernetesJob(ClusterJob):
     each rank beside `shm`. The image has the target at the same path.
     """
 
-    kind: Literal["job", "jobset", "trainjob"] = flag(
-        "jobset", None,
-        "jobset (default) needs the JobSet controller, trainjob Kubeflow Trainer; job works everywhere",
-        name="as", choices=["job", "jobset", "trainjob"],
-    )  # fmt: skip
     image: str = flag(..., "IMAGE", "container image with Paceline and the code")
     workdir: str | None = flag(None, "DIR", "folder to run in (default: the image's)")
     # Loader workers and NCCL use it; it counts as memory of the pod.
@@ -110,29 +98,19 @@ def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
     queued = meta
     if queues := job.find("queue"):
         queued = {**meta, "labels": {**meta["labels"], _QUEUE: queues[-1]}}
-    if job.kind == "job":
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": meta,
-            "spec": {
-                "clusterIP": "None",
-                "publishNotReadyAddresses": True,
-                "selector": {"job-name": job.name},
-                "ports": [{"name": "rendezvous", "port": _PORT}],
-            },
-        }
-        spec = _build_job(job, f"{job.name}-0.{job.name}", subdomain=job.name)
-        main: list[dict[str, Any]] = [
-            service,
-            {"apiVersion": "batch/v1", "kind": "Job", "metadata": queued, "spec": spec},
-        ]
-    elif job.kind == "trainjob":
-        main = _build_trainjob(job, meta, queued, _build_jobset(job))
-    else:
-        group = "jobset.x-k8s.io/v1alpha2"
-        main = [{"apiVersion": group, "kind": "JobSet", "metadata": queued, "spec": _build_jobset(job)}]
-    return [_build_policy(meta), *main]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": meta,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": job.name},
+            "ports": [{"name": "rendezvous", "port": _PORT}],
+        },
+    }
+    main = {"apiVersion": "batch/v1", "kind": "Job", "metadata": queued, "spec": _build_job(job)}
+    return [_build_policy(meta), service, main]
 
 
 def _build_policy(meta: dict[str, Any]) -> dict[str, Any]:
@@ -150,68 +128,16 @@ def _build_policy(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build_jobset(job: KubernetesJob) -> dict[str, Any]:
-    spec = _build_job(job, f"{job.name}-node-0-0.{job.name}")
-    return {
-        "ttlSecondsAfterFinished": _find_ttl(job),
-        "network": {
-            "enableDNSHostnames": True,
-            "subdomain": job.name,
-            "publishNotReadyAddresses": True,
-        },
-        "failurePolicy": {
-            "maxRestarts": _RESTARTS,
-            "rules": [
-                {
-                    "name": "stopped",
-                    "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-    }
-
-
-def _build_trainjob(
-    job: KubernetesJob, meta: dict[str, Any], queued: dict[str, Any], jobset: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Build a runtime, which defines how pods are made, and a TrainJob, which defines what they run."""
-    template = jobset["replicatedJobs"][0]["template"]
-    # The controller finds the pods of the trainer by this label, and their container by its name.
-    template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    container = template["spec"]["template"]["spec"]["containers"][0]
-    renamed = {"image": "image", "command": "command", "args": "args", "env": "env"}
-    renamed["resources"] = "resourcesPerNode"
-    trainer = {name: container.pop(key) for key, name in renamed.items() if key in container}
-    container["image"] = trainer["image"]
-    group = "trainer.kubeflow.org/v1alpha1"
-    nodes = {"numNodes": job.nodes.most}
-    runtime = {"mlPolicy": nodes, "template": {"spec": jobset}}
-    reference = {"kind": "TrainingRuntime", "name": job.name}
-    return [
-        {"apiVersion": group, "kind": "TrainingRuntime", "metadata": meta, "spec": runtime},
-        {
-            "apiVersion": group,
-            "kind": "TrainJob",
-            "metadata": queued,
-            "spec": {"runtimeRef": reference, "trainer": {**nodes, **trainer}},
-        },
-    ]
-
-
-def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> dict[str, Any]:
-    """Build the specification of the pods; `first` is the name of the pod where they meet."""
-    is_alone = job.kind == "job"
-    stopped = "Ignore" if is_alone else "FailJob"
+def _build_job(job: KubernetesJob) -> dict[str, Any]:
+    """Build the specification of the pods, which meet at the first one."""
+    first = f"{job.name}-0.{job.name}"
     rules: list[dict[str, Any]] = [
-        {"action": stopped, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": stopped, "onExitCodes": _exit_codes(job, STOPPED)},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": _exit_codes(STOPPED)},
+        {"action": "FailJob", "onExitCodes": _exit_codes(2)},  # wrong input
     ]
-    if is_alone:
-        rules.append({"action": "FailJob", "onExitCodes": _exit_codes(job, 2)})  # wrong input
     volumes, mounts = _build_volumes(job)
-    container: dict[str, Any] = {"name": _name_container(job), "image": job.image}
+    container: dict[str, Any] = {"name": _CONTAINER, "image": job.image}
     if job.workdir is not None:
         container["workingDir"] = job.workdir
     container |= {
@@ -237,7 +163,7 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
     }
     container["volumeMounts"] = mounts
     pod = {
-        **({"subdomain": subdomain} if subdomain else {}),
+        "subdomain": job.name,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s,
         "automountServiceAccountToken": False,
@@ -269,8 +195,8 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
         "completionMode": "Indexed",
         "completions": job.nodes.most,
         "parallelism": job.nodes.most,
-        "backoffLimit": _RESTARTS * job.nodes.most if is_alone else 0,
-        **({"ttlSecondsAfterFinished": _find_ttl(job)} if is_alone else {}),
+        "backoffLimit": _RESTARTS * job.nodes.most,
+        "ttlSecondsAfterFinished": int((job.find("ttl") or [str(_TTL_S)])[-1]),
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": {_LABEL: job.name}}, "spec": pod},
     }
@@ -298,21 +224,12 @@ def _build_toleration(text: str) -> dict[str, str]:
     return {"key": key, **how, "effect": effect}
 
 
-def _find_ttl(job: KubernetesJob) -> int:
-    return int((job.find("ttl") or [str(_TTL_S)])[-1])
-
-
-def _name_container(job: KubernetesJob) -> str:
-    return "node" if job.kind == "trainjob" else "paceline"
-
-
-def _exit_codes(job: KubernetesJob, *codes: int) -> dict[str, Any]:
-    return {"containerName": _name_container(job), "operator": "In", "values": list(codes)}
+def _exit_codes(*codes: int) -> dict[str, Any]:
+    return {"containerName": _CONTAINER, "operator": "In", "values": list(codes)}
 
 
 def _build_command(job: KubernetesJob, first: str) -> str:
     nodes = f"{job.nodes.least}:{job.nodes.most}" if job.nodes.is_range else str(job.nodes.most)
-    restarts = f" --max-restarts {_RESTARTS}" if job.kind == "job" else ""
     leave_s = check_grace(job.grace_s, None)
     return f"""\
 trap 'exit {STOPPED}' TERM
@@ -322,7 +239,7 @@ until getent hosts {first}; do
   echo "waiting for {first}"; sleep 2
 done
 exec paceline run \\
-  --nnodes {nodes} --nproc-per-node {job.nproc_per_node}{restarts} --grace-s {leave_s} \\
+  --nnodes {nodes} --nproc-per-node {job.nproc_per_node} --max-restarts {_RESTARTS} --grace-s {leave_s} \\
   --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id {job.name} \\
   {quote(job.target.words)}
 """

@@ -8,8 +8,6 @@ and SLURM 22.05:
   job's `PreemptTime`.
 - `scancel JOB` signals both, and the job is no longer RUNNING.
 - A script that ends during a preemption's grace time makes its job COMPLETED, so it must requeue it itself.
-- The last task of an array has the array's number as its `SLURM_JOB_ID`, and scontrol and scancel take that
-  for the whole array: each task names itself as `ARRAY_TASK`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
-from paceline.schedulers.target import MARK, RESTARTS, ClusterJob, flag, quote
+from paceline.schedulers.target import MARK, ClusterJob, flag, quote
 from paceline.schedulers.times import check_grace, read_time_s
 
 
@@ -29,11 +27,7 @@ class SlurmJob(ClusterJob):
     time: str = flag(..., "T", "time limit: minutes, H:M:S or D-H:M:S")
     partition: str | None = flag(None, "NAME", "the partition to run in")
     account: str | None = flag(None, "NAME", "the account that pays")
-    array: int = flag(
-        0, "N", "a job array of N tasks with one node each, in place of one job; tasks beyond MAX are spares",
-        type=int,
-    )  # fmt: skip
-    output: str = flag(None, "FILE", "all output (default %%x-%%j.out, for an array %%x-%%A_%%a.out)")
+    output: str = flag("%x-%j.out", "FILE", "all output (default %%x-%%j.out)")
     max_requeues: int = flag(
         100, "N", "number of times that the job requeues itself (default %(default)s)", type=int
     )
@@ -47,41 +41,25 @@ def render_slurm(job: SlurmJob) -> str:
     """Return the batch script.
 
     Raises:
-        PacelineError: PL366 for times, PL370 for a value with a line break, PL382 for an array that is too
-            small.
+        PacelineError: PL366 for times, PL370 for a value with a line break.
     """
-    _check_array(job)
     leave_s = check_grace(job.grace_s, read_time_s(job.time))
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _list_options(job))]
     wide = max(len(line) for line in lines if line.partition("=")[0] in _WHY)
     lines = [_explain(line, wide) for line in lines]
-    meet = _MEET_ARRAY if job.array else _MEET
-    parts = ["\n".join(lines), _HEAD.format(mark=MARK), *job.setup, meet + _SAY]
+    parts = ["\n".join(lines), _HEAD.format(mark=MARK), *job.setup, _MEET + _SAY]
     if job.interface is not None:
         name = quote([job.interface])
         parts.append(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
     if job.has_doctor:
-        checked = _DOCTOR_ALONE if job.array else _DOCTOR
-        parts.append(checked.format(ranks=job.nproc_per_node, least=job.nodes.least))
+        parts.append(_DOCTOR.format(ranks=job.nproc_per_node, least=job.nodes.least))
     end = _END.format(
         stopped=STOPPED,
         most=job.max_requeues,
-        lost_ends=_LOST_ENDS if job.array or not job.nodes.is_range else "",
-        end_array=_END_ARRAY if job.array else "",
+        lost_ends="" if job.nodes.is_range else _LOST_ENDS,
     )
     parts += [_SIGNALS, _render_step(job, leave_s), end]
     return "\n".join(parts)
-
-
-def _check_array(job: SlurmJob) -> None:
-    if job.array and job.array < job.nodes.most:
-        raise PacelineError(
-            "PL382",
-            saw=f"--array {job.array} with --nodes {job.nodes}.",
-            rule="Each task of the array is one node, and tasks beyond the maximum number of nodes wait as "
-            "spares.",
-            fix=f"Use at least --array {job.nodes.most}, or --array {job.nodes.most + 1} for one spare.",
-        )
 
 
 def _list_options(job: SlurmJob) -> list[str]:
@@ -90,8 +68,7 @@ def _list_options(job: SlurmJob) -> list[str]:
     nodes = f"{few}-{many}" if job.nodes.is_range else str(many)
     wishes = {
         "job-name": job.name,
-        "array": f"0-{job.array - 1}" if job.array else None,
-        "nodes": "1" if job.array else nodes,
+        "nodes": nodes,
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "mem": job.mem,
@@ -103,7 +80,7 @@ def _list_options(job: SlurmJob) -> list[str]:
         "open-mode": "append",
     }
     options = [f"{key}={_check_line(key, value)}" for key, value in wishes.items() if value is not None]
-    options += ["requeue", *(["no-kill"] if job.nodes.is_range and not job.array else [])]
+    options += ["requeue", *(["no-kill"] if job.nodes.is_range else [])]
     for option in job.options:
         key, equals, value = option.lstrip("-").partition("=")
         options.append(_check_line("option", key) + (equals and "=" + _check_line(key, value)))
@@ -122,7 +99,6 @@ def _check_line(key: str, value: str) -> str:
 
 
 _WHY = {
-    "#SBATCH --array": "each task is a node, and starts as soon as there is one",
     "#SBATCH --signal": "signals this script, so many seconds before the time limit",
     "#SBATCH --open-mode": "output of the next start follows that of the last",
     "#SBATCH --requeue": "after a node failure, SLURM starts the job again",
@@ -146,17 +122,6 @@ address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p'
 port=$((12000 + SLURM_JOB_ID % 20000))
 """
 
-_MEET_ARRAY = """
-# Each task of the array is a node. They meet through a folder, which all nodes must share.
-job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-meet=$SLURM_SUBMIT_DIR/.paceline-array
-address=$(scontrol show node "$SLURM_JOB_NODELIST" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-forget_meeting() {  # the last task of the array removes the folder
-  local others=$(squeue -h -t RUNNING,COMPLETING -j "$SLURM_ARRAY_JOB_ID" | wc -l)
-  if [ "$others" -le 1 ]; then rm -rf "$meet/$SLURM_ARRAY_JOB_ID"; rmdir "$meet" 2>/dev/null; fi
-}
-"""
-
 # A job of a fixed number of nodes cannot go on with fewer, and names those to leave out.
 _DOCTOR = """
 # The nodes check themselves and each other. Those that fail are left out.
@@ -174,13 +139,6 @@ elif [ -n "$bad" ]; then
   say "left out after the check: $bad"
   left_out="--nodes=$good --exclude=$bad"
   address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-fi
-"""
-
-_DOCTOR_ALONE = """
-# The node of this task checks itself; another task of the array takes its place if it fails.
-if ! srun --ntasks=1 paceline doctor --nproc-per-node {ranks}; then
-  say "this node failed the check"; exit 1
 fi
 """
 
@@ -202,17 +160,12 @@ trap : TERM  # by scancel, which signals the ranks too
 def _render_step(job: SlurmJob, leave_s: int) -> str:
     """Render the lines that start the step and wait for it."""
     nnodes = f"{job.nodes.least}:$SLURM_JOB_NUM_NODES" if job.nodes.is_range else str(job.nodes.most)
-    num_restarts = RESTARTS if job.array else job.nodes.restarts
-    restarts = f" --max-restarts {num_restarts}" if num_restarts else ""
-    no_kill = " --no-kill" if job.nodes.is_range and not job.array else ""
-    if job.has_doctor and not job.array:
+    restarts = f" --max-restarts {job.nodes.restarts}" if job.nodes.restarts else ""
+    no_kill = " --no-kill" if job.nodes.is_range else ""
+    if job.has_doctor:
         no_kill += " $left_out"
         nnodes = nnodes.replace("$SLURM_JOB_NUM_NODES", "$good")
     meet = '--rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$job.$SLURM_RESTART_COUNT"'
-    if job.array:
-        nnodes = str(job.nodes)
-        meet = '--rdzv-backend folder --rdzv-endpoint "$meet" --rdzv-id "$SLURM_ARRAY_JOB_ID" \\\n  '
-        meet += '--local-addr "$address"'
     cpus = "" if job.cpus_per_node is None else f" --cpus-per-task {job.cpus_per_node}"
     limits = f'--grace-s "$grace" --shutdown-timeout {leave_s}'
     return f"""
@@ -238,16 +191,13 @@ elif [[ $state != *JobState=RUNNING* && -n $lost ]]; then
   say "node failure: $lost; SLURM starts the job again"
 """
 
-# Tasks that have not begun would begin the run anew.
-_END_ARRAY = '; scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"; forget_meeting'
-
 _END = """
 # What ended the step: SLURM's controller knows.
 state=$(scontrol show job "$job")
 lost=$(sinfo -h -N -n "$SLURM_JOB_NODELIST" -t down,fail,no_respond -o %N | sort -u | paste -sd ,)
 again=
 if [ "$code" = 0 ]; then
-  say "finished"{end_array}
+  say "finished"
 elif [[ $state != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then
   say "requeued from outside, with exit code $code"
 {lost_ends}elif [[ $state != *JobState=RUNNING* && -n $near_limit ]]; then
@@ -258,7 +208,7 @@ elif [ "$code" != {stopped} ] && [ "$code" != 143 ]; then  # 143: SIGTERM came b
   if [ -n "$lost" ]; then
     say "node failure: $lost"; again=yes
   else
-    say "failed with exit code $code; not started again"{end_array}
+    say "failed with exit code $code; not started again"
   fi
 elif [[ $state == *PreemptTime=[0-9]* ]]; then
   say "stopped by preemption, not finished"; again=yes
