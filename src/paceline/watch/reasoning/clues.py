@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.own_code import is_own
@@ -120,15 +120,23 @@ def _is_later(side: Side, other: Side) -> bool:
     return line is not None and line > frames[-1].line
 
 
+def _find_spot(
+    side: Side, other: Side, find: Callable[[Frame], SourceSpot | None]
+) -> tuple[str, str] | tuple[None, None]:
+    """Return a line of one side, where its way parts from the other's, and what is found around that line."""
+    for frame in _up_to(side.frames, {_line(f) for f in other.frames}):
+        spot = find(frame)
+        if spot is not None:
+            return name_line(frame), _quote(spot)
+    return None, None
+
+
 def _explain_handler(here: Side, there: Side, source: Source) -> list[str]:
     """Return the clue that an exception took the missing rank into a handler, if its line is in one."""
-    for frame in _up_to(there.frames, {_line(f) for f in here.frames}):
-        spot = source.find_handler(frame)
-        if spot is not None:
-            return [
-                f"Likely cause: an exception on {there.name} led into {_quote(spot)}; the others had none."
-            ]
-    return []
+    _, spot = _find_spot(there, here, source.find_handler)
+    return (
+        [f"Likely cause: an exception on {there.name} led into {spot}; the others had none."] if spot else []
+    )
 
 
 def _explain_backward(there: Side) -> str:
@@ -141,26 +149,17 @@ def _explain_backward(there: Side) -> str:
 
 def _explain_swallowing(here: Side, there: Side, source: Source) -> list[str]:
     """Return the clue that the call is in a `try` whose handler continues after an exception."""
-    for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
-        spot = source.find_swallowing(frame)
-        if spot is not None:
-            return [
-                f"Possible cause: {name_line(frame)} is in a try whose {_quote(spot)} continues without "
-                f"raising: an exception on {there.name} alone skips the call."
-            ]
-    return []
+    line, spot = _find_spot(here, there, source.find_swallowing)
+    way = f"an exception on {there.name} alone skips the call"
+    text = f"Possible cause: {line} is in a try whose {spot} continues without raising: {way}."
+    return [text] if spot else []
 
 
 def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
     """Return the clue that the call is in a branch, whatever its condition."""
-    for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
-        spot = source.find_condition(frame, _find_line(there, frame))
-        if spot is not None:
-            return [
-                f"Possible cause: {name_line(frame)} is reached only if {_quote(spot)} lets it, which may "
-                "differ between ranks."
-            ]
-    return []
+    line, spot = _find_spot(here, there, lambda frame: source.find_condition(frame, _find_line(there, frame)))
+    way = f"only if {spot} lets it, which may differ between ranks"
+    return [f"Possible cause: {line} is reached {way}."] if spot else []
 
 
 def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,21 +110,16 @@ class Source:
     def find_rank_condition(self, frame: Frame) -> SourceSpot | None:
         """Return the condition on the rank, in its function, that leads to a line: an `if`, or an exit above
         it."""
-        around = self._around(frame)
-        for node, name in reversed(around):
-            if isinstance(node, _FUNCTIONS):
-                return self._find_guard(frame, around)
+        for node, name in self._within(frame):
             if isinstance(node, ast.If | ast.IfExp | ast.While) and name != "test" and _names_rank(node.test):
                 return self._spot(frame.file, node.lineno)
             if isinstance(node, ast.BoolOp) and _names_rank(node):
                 return self._spot(frame.file, node.lineno)
-        return self._find_guard(frame, around)
+        return self._find_guard(frame, self._around(frame))
 
     def find_condition(self, frame: Frame, line: int | None) -> SourceSpot | None:
         """Return the innermost `if` around a line that does not also contain another line of the function."""
-        for node, name in reversed(self._around(frame)):
-            if isinstance(node, _FUNCTIONS):
-                return None
+        for node, name in self._within(frame):
             if isinstance(node, ast.If) and name != "test" and "__name__" not in ast.unparse(node.test):
                 is_shared = line is not None and node.lineno <= line <= (node.end_lineno or node.lineno)
                 return None if is_shared else self._spot(frame.file, node.lineno)
@@ -131,32 +127,25 @@ class Source:
 
     def find_handler(self, frame: Frame) -> SourceSpot | None:
         """Return the `except` whose body contains a line."""
-        for node, _ in reversed(self._around(frame)):
-            if isinstance(node, _FUNCTIONS):
-                return None
+        for node, _ in self._within(frame):
             if isinstance(node, ast.ExceptHandler):
                 return self._spot(frame.file, node.lineno)
         return None
 
     def find_swallowing(self, frame: Frame) -> SourceSpot | None:
         """Return an `except` that continues without raising, of a `try` whose body contains a line."""
-        for node, name in reversed(self._around(frame)):
-            if isinstance(node, _FUNCTIONS):
-                return None
-            if isinstance(node, ast.Try) and name == "body":
-                for handler in node.handlers:
-                    is_end = handler.type is not None and _ENDS.search(ast.unparse(handler.type))
-                    raises = any(isinstance(n, ast.Raise) for n in ast.walk(handler))
-                    if not is_end and not raises and not _EXITS.search(ast.unparse(handler)):
-                        return self._spot(frame.file, handler.lineno)
+        for node, name in self._within(frame):
+            for handler in node.handlers if isinstance(node, ast.Try) and name == "body" else ():
+                is_end = handler.type is not None and _ENDS.search(ast.unparse(handler.type))
+                raises = any(isinstance(n, ast.Raise) for n in ast.walk(handler))
+                if not is_end and not raises and not _EXITS.search(ast.unparse(handler)):
+                    return self._spot(frame.file, handler.lineno)
         return None
 
     def find_loops(self, frame: Frame) -> list[LoopInSource]:
         """Return the loops around a line in its function, outermost first."""
         found: list[LoopInSource] = []
-        for node, name in reversed(self._around(frame)):
-            if isinstance(node, _FUNCTIONS):
-                break
+        for node, name in self._within(frame):
             if isinstance(node, _LOOPS) and name in ("body", "test"):
                 spot = self._spot(frame.file, node.lineno)
                 ways = [
@@ -167,6 +156,11 @@ class Source:
                     known = tuple((test, way) for test, way in ways if test is not None and way is not None)
                     found.insert(0, LoopInSource(spot, node.end_lineno or node.lineno, known))
         return found
+
+    def _within(self, frame: Frame) -> Iterator[tuple[ast.AST, str]]:
+        """Yield the nodes around a line in its function, innermost first, as `_around` does."""
+        around = reversed(self._around(frame))
+        return itertools.takewhile(lambda pair: not isinstance(pair[0], _FUNCTIONS), around)
 
     def _find_guard(self, frame: Frame, around: list[tuple[ast.AST, str]]) -> SourceSpot | None:
         """Return an `if rank != 0: return` above a line, in a block that contains the line."""
