@@ -13,6 +13,7 @@ from paceline.lint.facts import (
     KnownCall,
     buffers_of,
     deps_of,
+    inherit,
     join_items,
     known,
     known_items,
@@ -303,7 +304,7 @@ def call_builtin(c: KnownCall) -> Value:
     if c.name == "range":
         return call_range(c.run, c.args)
     if c.name == "enumerate":
-        return Value("enumerate", ref=first, taint=first.taint, deps=first.deps)
+        return call_wrapped("enumerate", first)
     if c.name == "zip":
         return Value("zip", ref=tuple(c.args), taint=mix(c.args))
     if c.name == "len":
@@ -407,7 +408,13 @@ def call_passes(c: KnownCall) -> Value:
 @known("*.tqdm")
 def call_progress(c: KnownCall) -> Value:
     first = c.pick(0, "iterable") or sequence(())
-    return Value("iterator", ref=first, taint=first.taint, deps=first.deps)
+    return call_wrapped("iterator", first)
+
+
+def call_wrapped(kind: str, source: Value) -> Value:
+    value = Value(kind, ref=source, taint=source.taint, deps=source.deps)
+    inherit(value, [source])
+    return value
 
 
 _SIMPLE: dict[str, Handler] = {

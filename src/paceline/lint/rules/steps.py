@@ -8,10 +8,12 @@ from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
 from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, loops, walk
 from paceline.lint.values import Value
 
+_MODELS = ("model", "ddp", "fsdp")
+
 
 def _models(optimizer: Value) -> set[Value]:
     """Return the models and wrappers whose parameters an optimizer has."""
-    found = {dep for dep in optimizer.deps if dep.kind in ("model", "ddp", "fsdp")}
+    found = {dep for dep in optimizer.deps if dep.kind in _MODELS}
     models = [dep for dep in optimizer.deps if dep.kind == "model"]
     found |= {dep.fact("wrapped") for dep in models if dep.fact("wrapped") is not None}
     for dep in list(found):
@@ -54,28 +56,44 @@ def _rounds(witness: WitnessTrace) -> Iterator[tuple[LoopItem, list[TraceEvent]]
         yield loop, found
 
 
+def _parts(model: Value, depth: int = 4) -> set[Value]:
+    """Return a model with the modules in it."""
+    inner = [part for part in model.attrs.values() if isinstance(part, Value) and part.kind in _MODELS]
+    return {model}.union(*(_parts(part, depth - 1) for part in inner if depth))
+
+
+def _may_clear(event: TraceEvent, models: set[Value]) -> bool:
+    """Return whether gradients of some models are cleared, as far as is known."""
+    for one in event.target.alternatives() if event.kind == "clear" else ():
+        own = (
+            _models(one)
+            if one.kind == "optimizer"
+            else {part for part in (one, *one.deps) if part.kind in _MODELS}
+        )
+        if not own or one.fact("escaped") or set[Value]().union(*map(_parts, own)) & models:
+            return True
+    return False
+
+
 @rule("PL030")
 def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with backward and step in which nothing clears the gradients."""
     seen: set[int] = set()
     for loop, found in sorted(_rounds(witnesses[0]), key=lambda pair: len(pair[1])):
-        steps = [event for event in found if _changes_weights(event)]
         backwards = [event for event in found if event.kind == "backward"]
-        if not steps or not backwards or any(event.kind == "clear" for event in found):
-            seen |= {id(event.node) for event in steps} if backwards else set()
-            continue
-        for step in steps:
+        for step in found if backwards else ():
             target = step.target
-            if id(step.node) in seen or target.kind != "optimizer" or target.fact("escaped"):
-                continue
-            if step.has_closure:
-                continue
-            if loop.count is not None and loop.count <= 1:
+            if not _changes_weights(step) or id(step.node) in seen:
                 continue
             models = _models(target)
-            if any(model.fact("escaped") for model in models) or target.ref is not None:
+            if any(_may_clear(event, models) for event in found):
+                seen.add(id(step.node))
                 continue
-            if models and any(models & set(event.deps) for event in backwards):
+            if target.kind != "optimizer" or target.ref is not None or step.has_closure:
+                continue
+            if any(one.fact("escaped") for one in (target, *models)) or loop.count in (0, 1):
+                continue
+            if any(models & set(event.deps) for event in backwards):
                 seen.add(id(step.node))
                 saw = f"`{name_of(step.node)}` uses gradients of all rounds: this loop never clears them."
                 yield at(step, saw)
