@@ -192,6 +192,64 @@ class AdaptedBlock(nn.Module):
         return result
 
 
+class RelatedHeads(nn.Module):
+    """Attention whose queries and keys are of a table too (DeBERTa), so that tp divides the values alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.table, self.dropout = nn.Parameter(torch.randn(24, 32)), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.unflatten(-1, (4, 8)).transpose(1, 2)
+
+        query, key, value = (cut(layer(x)) for layer in (self.query, self.key, self.value))
+        places = torch.arange(x.shape[1])
+        places = (places[:, None] - places).add(12).expand(query.shape[0], 4, -1, -1)
+        related = query @ cut(self.key(self.table)[None]).transpose(2, 3)
+        scores = query @ key.transpose(2, 3) + related.gather(3, places)
+        return (self.dropout(scores.softmax(3)) @ value).transpose(1, 2).flatten(2)
+
+
+class Residual(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(32), *parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.norm(x))
+        result: Tensor = x + self.second(x)
+        return result
+
+
+class Alternating(nn.Module):
+    """Layers whose residuals are outside of them."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(96, 32), nn.ModuleList(layers)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in layers)
+        self.head = nn.Linear(32, 96, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        result: Tensor = self.head(x)
+        return result
+
+
+def _stack(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        nn.Embedding(96, 32), nn.Sequential(build(), build()), nn.Linear(32, 96, bias=False)
+    )
+
+
+def _feed() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
 def _own_blocks() -> nn.Module:
     blocks = [AdaptedBlock(kind(64, 32)) for kind in (AdaptedLinear, ScaledLinear)]
     return nn.Sequential(ScaledEmbedding(96, 32), nn.Sequential(*blocks), nn.Linear(32, 96, bias=False))
@@ -314,6 +372,13 @@ CASES: dict[str, Case] = {
     "nano": Case(_nano, _ids, _run_ids),
     "own-forwards": Case(OwnForwards, _ids, _run_ids),
     "own-blocks": Case(_own_blocks, _ids, _run_ids),
+    "related": Case(
+        _stack(lambda: Residual(nn.Sequential(RelatedHeads(), nn.Linear(32, 32)), _feed())),
+        _ids,
+        _run_ids,
+        share=0.6,
+    ),
+    "alternating": Case(lambda: Alternating(_feed(), _feed(), _feed()), _ids, _run_ids),
     "encoder": Case(_encoder, _ids, _run_ids),
     "transformer": Case(
         _transformer, lambda: _floats(4, 6, 32), lambda m, b: m(b["x"], b["x"][:, :5].flip(0)), share=0.95

@@ -90,7 +90,19 @@ def test_one_head_per_rank_and_dropout(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "gpt-grouped", "encoder", "llama", "gpt2", "bert", "own-blocks", "lora"]
+    "name",
+    [
+        "gpt",
+        "gpt-grouped",
+        "encoder",
+        "llama",
+        "gpt2",
+        "bert",
+        "own-blocks",
+        "lora",
+        "related",
+        "alternating",
+    ],
 )
 def test_splits_along_the_sequence(ranks: Pool, name: str) -> None:
     for wrong in ranks.run(compare, nproc=2, args=(name, True)):

@@ -18,6 +18,7 @@ from paceline.parallel.split import Split, take_parts
 from paceline.parallel.tensor.calls import SUMMED, CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
+from paceline.parallel.tensor.flow import CutBoundary
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import SplitPlan
 from paceline.parallel.tensor.sequence import DIM, Sequence
@@ -53,7 +54,10 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         change_input(modules[taken.module], taken.keys, _join_rows(axis))
     for name, sizes in plan.sizes.items():
         inside[name] = {spot: divide_size(dim, axis.size) for spot, dim in sizes.items()}
+    late = _entries_after_cuts(plan)
     for entry in plan.entries:
+        if entry in late:
+            continue
         change = _gather_rows(axis) if entry in along.entries else _copy(axis)
         if entry.keys:
             change_input(modules[entry.module], entry.keys, change)
@@ -100,6 +104,17 @@ def divide_stretches(model: nn.Module, plan: SplitPlan, axis: Axis) -> None:
     for stretch in (plan.sequence or Sequence()).stretches:
         change_input(model.get_submodule(stretch.first), stretch.keys, _take_rows(axis))
         change_output(model.get_submodule(stretch.last), _join_rows(axis))
+    for entry in _entries_after_cuts(plan):
+        change_input(model.get_submodule(entry.module), entry.keys, _gather_rows(axis))
+
+
+def _entries_after_cuts(plan: SplitPlan) -> list[CutBoundary]:
+    """Return the entries that gather what the same module's input was cut into."""
+    if plan.sequence is None:
+        return []
+    first = {stretch.first for stretch in plan.sequence.stretches}
+    gathering = plan.sequence.entries
+    return [entry for entry in plan.entries if entry in gathering and entry.keys and entry.module in first]
 
 
 def _add_up_linear(module: nn.Module, change: Change) -> None:

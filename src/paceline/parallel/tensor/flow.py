@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.parallel.tensor.calls import CallSite
 from paceline.parallel.tensor.sums import is_plain_lookup
-from paceline.parallel.tensor.trace import ModuleCall, Trace, Written, words
+from paceline.parallel.tensor.trace import ModuleCall, Trace, TracedOp, Written, words
 
 # Operations that only view a tensor: the facts about all uses of their result hold for them.
 _SHAPES = frozenset(
@@ -332,6 +332,11 @@ class Flow:
             calls = [c for c in self._trace.written if (c.module, c.spot) == (leaving.module, leaving.spot)]
             if len(calls) != sum(found == leaving for found in exits.values()):
                 raise UnreachableError(f"{leaving.module or 'the model'} is also called without cut tensors")
+
+
+def is_view(op: TracedOp) -> bool:
+    """Return whether an operation only views or copies a tensor."""
+    return op.name in _SHAPES
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, find_runs
+from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, find_runs, is_view
 from paceline.parallel.tensor.rules import keeps_apart
 from paceline.parallel.tensor.trace import Detour, ModuleCall, Trace, TracedOp
 
@@ -247,6 +247,10 @@ class _Walk:
         made = {tensor for op in ops for tensor in op.outputs}
         read = (self.stream - made).intersection(tensor for op in ops for tensor in op.inputs)
         ends = [*read, *call.outputs[:1]]
+        # A rank's part of a width cannot be joined with rows of another's; and gradients of whole rows that
+        # an entry outside of the module sums would be those of other rows on each rank.
+        if self._flow.cut.intersection(ends) or read & self._entered_outside(call):
+            return False
         return (
             sum(other.module == call.module for other in self._trace.calls) == 1
             and bool(read)
@@ -256,6 +260,18 @@ class _Walk:
             and all(len(self._trace.shapes[tensor]) > DIM + 1 for tensor in ends)
             and not any(end.module == call.module and not end.keys for end in self._flow.entries)
         )
+
+    def _entered_outside(self, call: ModuleCall) -> set[int]:
+        """Return the tensors, and their views, whose gradients are summed at an entry outside of a module."""
+        found: set[int] = set()
+        for entry, at in self._entries:
+            if not f"{entry.module}.".startswith(f"{call.module}."):
+                found.update(at.inputs[key] for key in entry.keys)
+                found.update([] if entry.keys else [at.outputs[entry.number]])
+        for op in self._trace.ops[: call.first]:
+            if is_view(op) and found.intersection(op.inputs):
+                found.update(op.outputs)
+        return found
 
     def _gather_around(self, call: ModuleCall) -> None:
         for tensor in self.stream.intersection(call.inputs.values()):
