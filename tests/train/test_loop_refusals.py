@@ -60,7 +60,7 @@ MODEL = nn.Linear(6, 2)
         ("PL646", MODEL, None, {"dtype": "bf16"}, "torch.autocast"),
         ("PL646", MODEL, None, {"dtype": "fp16"}, "GradScaler"),
         ("PL646", lambda: nn.Linear(6, 2), None, {}, "factory"),
-        ("PL646", {"a": MODEL, "b": 3}, None, {}, "b is a int"),
+        ("PL400", {"a": MODEL, "b": 3}, None, {}, "by name: a Module"),
         ("PL646", torch.compile(nn.Linear(6, 2), backend="eager"), None, {}, "compile=True"),
         ("PL647", MODEL, stepped(MODEL), {}, "has state"),
         ("PL647", MODEL, torch.optim.SGD(nn.Linear(6, 2).parameters(), lr=0.1), {}, "no model has"),
@@ -69,7 +69,7 @@ MODEL = nn.Linear(6, 2)
         ("PL400", MODEL, None, {"on_nonfinite": "ignore"}, "keep"),
         ("PL400", MODEL, None, {"means": "accuracy"}, "means="),
         ("PL400", MODEL, None, {"microbatch_size": 0}, "microbatch_size"),
-        ("PL428", MODEL, None, {"reduction": "exactly"}, "reduction"),
+        ("PL400", MODEL, None, {"reduction": "exactly"}, "reduction"),
         ("PL929", MODEL, None, {"gradient_accumulation_steps": 4}, "Loop("),
         ("PL929", MODEL, None, {"mixed_precision": "bf16"}, "Loop("),
         ("PL929", nn.parallel.DataParallel(MODEL), None, {}, "laid out already"),
@@ -378,3 +378,38 @@ def test_a_plain_target_network_beside_shards_is_named(ranks: Pool, softly: bool
         assert code == "PL435"
         assert "test_loop_refusals.py" in text
         assert "target network" in text
+
+
+def draw_alone(world: Any, layout: str, how: str) -> None:
+    """Train on microbatches that the loop draws by itself."""
+    loop, model, optimizer = build(layout=layout)
+    data = TensorDataset(torch.randn(192, 6, generator=torch.Generator().manual_seed(3)))
+    sampler = DistributedSampler(data, world.world_size, world.rank) if how == "divided" else None
+    order = (
+        {"sampler": sampler} if sampler else {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+    )
+    batches = iter(DataLoader(data, batch_size=8, **order))
+    for _ in range(5):
+        for _ in loop.step(4):
+            x = torch.randn(8, 6) if how == "drawn" else data[:8][0] if how == "same" else next(batches)[0]
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def draw_in_all_ways(world: Any) -> list[str]:
+    found = []
+    for layout, how in [
+        *(("dp_replicate=2", how) for how in ("divided", "drawn", "same", "own")),
+        *(("dp_shard=2", how) for how in ("divided", "own")),
+    ]:
+        try:
+            draw_alone(world, layout, how)
+            found.append("")
+        except PacelineError as error:
+            found.append(error.code)
+    return found
+
+
+def test_a_loader_of_the_users_own_that_gives_every_rank_the_same_is_refused(ranks: Pool) -> None:
+    assert ranks.run(draw_in_all_ways, 2) == [["", "", "", "PL419", "", "PL419"]] * 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
@@ -141,6 +142,51 @@ class RankRows:
             raise _same_samples_error(ranks)
 
 
+class DrawnBatches:
+    """Compares the inputs of models in steps whose samples the user's loop draws by itself.
+
+    A `DataLoader` gives the same samples on every rank, and so would count each of them several times.
+
+    Args:
+        models: that the loop calls.
+        dp, device: as for `RankRows`.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], dp: Axis | None, device: torch.device) -> None:
+        self._models, self._rows = models, None if dp is None else RankRows(dp, device)
+        self._num_seen = 0
+
+    @contextmanager
+    def watched(self, counts: Callable[[], bool]) -> Iterator[None]:
+        """Compare, at the end, the first input that a model gets inside; collective in the first steps.
+
+        Args:
+            counts: returns whether the microbatch that runs belongs to this rank's share.
+
+        Raises:
+            PacelineError: as `RankRows.exchange`, on every rank.
+        """
+        self._num_seen += 1
+        if self._rows is None or self._num_seen > _NUM_COMPARED:
+            yield
+            return
+        row: list[int] = []
+
+        def see(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not row and counts():
+                row.extend(_digest_batch((args, kwargs)))
+
+        handles = [
+            each.register_forward_pre_hook(see, prepend=True, with_kwargs=True) for each in self._models
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._rows.exchange(row or (1, 0))
+
+
 class RawBatches:
     """Batches that the user's loop supplies: each rank's samples become its share of a global batch.
 
@@ -239,7 +285,7 @@ def _same_samples_error(ranks: list[int]) -> PacelineError:
         "that share the data).",
         rule="Ranks that bring batches of their own must bring different samples. Otherwise a step counts "
         "some samples several times.",
-        fix='Use trainer.loader(dataset, global_batch_size=...) without shard="mine"; it divides the data. '
+        fix='Use the loader of the trainer or loop, without shard="mine"; it divides the data. '
         "Or divide them by rank, as a DistributedSampler in a DataLoader does.",
     )
     error.on_every_rank = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,7 +232,8 @@ class LoopStep:
                 self._num_passes += 1
                 first = loop.watch_pass()
                 try:
-                    with closing(loop.update.runner.rounds(work)) as rounds:
+                    compared = loop.compare_inputs(self._counts) if self._is_numbered else nullcontext()
+                    with compared, closing(loop.update.runner.rounds(work)) as rounds:
                         for each in rounds:
                             self._round = each
                             yield each.batch
@@ -254,6 +255,9 @@ class LoopStep:
         self._read_means(done)
         is_alone = not left_out and all(grad is None for _, grad in before)
         self._versions = self._read_versions() if is_alone else None
+
+    def _counts(self) -> bool:
+        return self._round is not None and self._round.index != IDLE
 
     def _read_means(self, done: Updated) -> None:
         sums = [] if done.sums is None else [math.fsum(column) for column in done.sums.T.tolist()]
