@@ -15,7 +15,18 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 # From the ground up. A file imports from its own unit and from the rows under it, never from a
 # neighbour in its row (the words of the lowest row are one unit, so these may use each other).
 ROWS: list[tuple[str, ...]] = [
-    ("errors", "exit_codes", "units", "phrases", "finding", "reading", "own_code", "codes", "seeds"),
+    (
+        "errors",
+        "exit_codes",
+        "units",
+        "phrases",
+        "finding",
+        "reading",
+        "own_code",
+        "codes",
+        "seeds",
+        "signatures",
+    ),
     ("recipe",),
     ("pipeline", "lint", "schedulers"),
     ("plan",),

@@ -164,9 +164,9 @@ def test_a_failed_start_restores_what_it_switched(monkeypatch: pytest.MonkeyPatc
         ({"timeout_s": -1}, "PL313"),
         ({"timeout_s": float("nan")}, "PL313"),
         ({"seed": -1}, "PL313"),
-        ({"seed": 1.5}, "PL313"),
+        ({"seed": 1.5}, "PL400"),
         ({"threads_per_rank": 0}, "PL313"),
-        ({"threads_per_rank": "all"}, "PL313"),
+        ({"threads_per_rank": "all"}, "PL400"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], code: str) -> None:

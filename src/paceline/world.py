@@ -37,6 +37,7 @@ from paceline.errors import PacelineError
 from paceline.own_code import print_errors_alone
 from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, check_interfaces, read_environment, usable_cores
+from paceline.signatures import explain_arguments
 from paceline.torch_seams.gloo_threads import await_gloo_threads, schedule_loops_as_batch
 from paceline.torch_seams.groups import forget_group_count
 
@@ -214,6 +215,7 @@ class World:
                 _await_all(self._store, _LEFT, self.world_size, _LEAVE_S)
 
 
+@explain_arguments
 def start(
     *,
     backend: str | None = None,
@@ -333,11 +335,11 @@ def _check_settings(timeout_s: float, seed: int, threads: int | str) -> None:
             "A timeout is a number of seconds above 0.",
             "Leave it out for 600 seconds.",
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not 0 <= seed < 2**63:
         raise refuse(
             f"seed={seed!r}.", "A seed is a whole number from 0 to 2**63 - 1.", "Use for example seed=0."
         )
-    if threads != "auto" and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+    if isinstance(threads, int) and threads < 1:
         raise refuse(
             f"threads_per_rank={threads!r}.", 'It is "auto" or a number of threads from 1.', 'Use "auto".'
         )

@@ -104,7 +104,7 @@ def test_functions_of_the_main_module(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "code"), [(0, "PL320"), (-2, "PL320"), (1.5, "PL320"), (True, "PL320"), (100_000, "PL321")]
+    ("nproc", "code"), [(0, "PL320"), (-2, "PL320"), (1.5, "PL400"), (True, "PL400"), (100_000, "PL321")]
 )
 def test_bad_numbers_of_ranks(nproc: int, code: str) -> None:
     with pytest.raises(PacelineError) as caught:

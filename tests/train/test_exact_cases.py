@@ -237,7 +237,7 @@ def test_threads_do_not_follow_from_the_ranks(caplog: pytest.LogCaptureFixture) 
     [
         ({"comm_hook": (None, allreduce_hook)}, "PL426", "comm_hook"),
         ({"sync_batchnorm": True}, "PL427", "sync_batchnorm"),
-        ({"reduction": "exakt"}, "PL428", "exakt"),
+        ({"reduction": "exakt"}, "PL400", "exakt"),
     ],
 )
 def test_what_would_not_be_exact_is_refused(settings: dict[str, Any], code: str, seen: str) -> None:

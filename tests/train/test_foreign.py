@@ -78,7 +78,7 @@ def test_words_of_other_tools_are_explained() -> None:
                     sgd(nn.Linear(2, 2).named_parameters()), lambda n: 1
                 )
             )
-        assert caught.value.code == "PL407"
+        assert caught.value.code == "PL400"
 
 
 @pytest.mark.parametrize(

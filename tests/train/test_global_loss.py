@@ -257,7 +257,7 @@ def step(**settings: Any) -> None:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "unknown": ("PL415", "loss_over='batch'", {"loss_over": "batch"}),
+    "unknown": ("PL400", "loss_over='batch'", {"loss_over": "batch"}),
     "a constant": (
         "PL412",
         "does not depend on the output",

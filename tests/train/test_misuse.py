@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "keep 0": ("PL400", lambda: build(keep=0), "keep=0."),
     "max_skipped 0": ("PL400", lambda: build(max_skipped_in_a_row=0), "max_skipped_in_a_row=0."),
     "negative seed": ("PL400", lambda: build(seed=-3), "seed=-3."),
-    "text for a number": ("PL400", lambda: build(clip_norm="1"), "clip_norm='1'."),
+    "text for a number": ("PL400", lambda: build(clip_norm="1"), "clip_norm='1')."),
     "unknown dtype": ("PL401", lambda: build(dtype="half"), "dtype='half'. A training dtype is one of fp64"),
     "unknown ddp key": ("PL100", lambda: build(ddp={"bucket_cap": 1}), "unknown key ddp.bucket_cap"),
     "ddp value": ("PL101", lambda: build(ddp={"bucket_cap_mb": -1}), "ddp.bucket_cap_mb=-1"),
@@ -155,11 +155,11 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         "step= returned without an update",
     ),
     "a ready optimizer": (
-        "PL407",
+        "PL400",
         lambda: build(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)),
-        "optimizer=SGD.",
+        "optimizer=SGD(...)). optimizer takes a function",
     ),
-    "a name for an optimizer": ("PL407", lambda: build(optimizer="adamw"), "optimizer=str."),
+    "a name for an optimizer": ("PL400", lambda: build(optimizer="adamw"), "optimizer='adamw')."),
     "an optimizer function without a result": (
         "PL407",
         lambda: build(optimizer=lambda named: None),

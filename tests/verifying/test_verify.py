@@ -215,7 +215,7 @@ def test_a_data_set_goes_through_the_trainers_loader(ranks: Pool) -> None:
     )
     assert verified.ok, verified.findings
     assert verified.num_microbatches == [6, 6, 3, 6]
-    with pytest.raises(PacelineError, match=r"without global_batch_size.*\[PL721\]"):
+    with pytest.raises(PacelineError, match=r"with global_batch_size=None.*\[PL721\]"):
         verify_subject(
             subject(Idle, batch_fn=Numbers()), [resolve_layout("dp_replicate=2")], run=PoolRunner(ranks)
         )

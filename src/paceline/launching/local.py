@@ -40,6 +40,7 @@ from paceline.launching.verdict import judge
 from paceline.launching.warm.import_environment import READ_AT_IMPORT
 from paceline.launching.watcher import HANG_AFTER_S, Watcher
 from paceline.place import is_launched, note_grace, read_grace_s
+from paceline.signatures import explain_arguments
 
 # Memory of a fresh process after it has imported torch, before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
@@ -53,6 +54,7 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP"
 _READ = sorted(set().union(*READ_AT_IMPORT.values()))
 
 
+@explain_arguments
 def launch(
     fn: Callable[..., Any],
     nproc: int = 4,
@@ -129,7 +131,7 @@ def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
 
 def check_launch(nproc: int, device: str = "auto") -> None:
     """Raise PL320 to PL323, PL325 and PL605 for ranks that this process cannot start on this machine."""
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+    if nproc < 1:
         raise PacelineError(
             "PL320",
             saw=f"nproc={nproc!r}.",

@@ -33,7 +33,6 @@ from paceline.train.building import (
     check_several,
 )
 from paceline.train.compressing import choose_compression
-from paceline.train.factories import check_schedule_factory
 from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
@@ -127,10 +126,9 @@ class Arguments:
         """Raise if arguments contradict each other.
 
         Raises:
-            PacelineError: PL415, PL423, PL426 to PL428, PL958 to PL960.
+            PacelineError: PL415, PL423, PL426, PL427, PL958 to PL960.
         """
         self.choose_compression(layout)
-        check_schedule_factory(self.schedule)
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
             self.reduction,
@@ -141,7 +139,7 @@ class Arguments:
             check_several(layout)
 
     def check_functions(self) -> None:
-        """Raise PL404, PL406 or PL407 if models, losses and optimizers do not fit together."""
+        """Raise PL404 or PL406 if models, losses and optimizers do not fit together."""
         names = self.models if isinstance(self.model, Mapping) else None
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
 

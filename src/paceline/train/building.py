@@ -262,7 +262,7 @@ def check_functions(
         step, forward, loss, optimizer: as given to `Trainer`.
 
     Raises:
-        PacelineError: PL404, PL406, PL407.
+        PacelineError: PL404, PL406.
     """
     several = names is not None
     if several and (step is None or forward is not None or loss is not None):
@@ -280,15 +280,6 @@ def check_functions(
             rule="One model trains on loss(output, batch); step= is for a dict of named models.",
             fix="Pass loss=lambda output, batch: (sum_of_losses, weight).",
         )
-    factories = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
-    for factory in factories:
-        if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
-            raise PacelineError(
-                "PL407",
-                saw=f"optimizer={type(factory).__name__}.",
-                rule="The trainer builds the optimizer, from the parameters after they are laid out.",
-                fix="Pass a function: optimizer=lambda named: torch.optim.AdamW([p for _, p in named]).",
-            )
     if several != isinstance(optimizer, Mapping):
         raise PacelineError(
             "PL404",
@@ -310,13 +301,6 @@ def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> 
     """Raise PL415 if the loss cannot be computed on the whole global batch."""
     if loss_over == "microbatch":
         return
-    if loss_over != "global_batch":
-        raise PacelineError(
-            "PL415",
-            saw=f"loss_over={loss_over!r}.",
-            rule='It is "microbatch" or "global_batch".',
-            fix='Use "global_batch" for losses that compare the samples of a batch.',
-        )
     for other, is_there in (("step=", has_step), ("sync_batchnorm", sync_batchnorm)):
         if is_there:
             raise PacelineError(
@@ -328,18 +312,7 @@ def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> 
 
 
 def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool) -> None:
-    """Raise if the reduction is unknown, or if another argument would make the exact one inexact.
-
-    Raises:
-        PacelineError: PL426 to PL428.
-    """
-    if reduction not in ("fast", "exact"):
-        raise PacelineError(
-            "PL428",
-            saw=f"reduction={reduction!r}.",
-            rule='A reduction is "fast" or "exact".',
-            fix='Use "exact" for the same bits on any number of ranks.',
-        )
+    """Raise PL426 or PL427 if another argument would make the exact reduction inexact."""
     if reduction == "exact" and has_comm_hook:
         raise PacelineError(
             "PL426",

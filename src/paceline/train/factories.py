@@ -56,18 +56,6 @@ def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def check_schedule_factory(schedule: Any) -> None:
-    """Raise PL407 for a schedule in place of a function that builds one."""
-    if schedule is not None and not callable(schedule):
-        raise PacelineError(
-            "PL407",
-            saw=f"schedule={type(schedule).__name__}(...).",
-            rule="The trainer builds the schedule, over the optimizer that it has built.",
-            fix="Pass a function: schedule=lambda optimizer: "
-            f"torch.optim.lr_scheduler.{type(schedule).__name__}(optimizer, ...).",
-        )
-
-
 def check_schedule(name: str, schedule: Any) -> None:
     """Raise PL407 unless the trainer can step this learning-rate schedule.
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 from paceline.data.check import warn_of_oversized_batch
 from paceline.data.loader import Loader
 from paceline.data.share import Share
-from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.trees import learn_mapping
 from paceline.train.batches import RankRows
@@ -68,13 +67,6 @@ class TrainerLoader(Loader):
         others: Mapping[str, Loader],
         **settings: Any,
     ) -> None:
-        if shard not in ("loader", "mine"):
-            raise PacelineError(
-                "PL250",
-                saw=f"shard={shard!r}.",
-                rule='It is "loader" for data that the loader divides, or "mine" for this rank\'s own part.',
-                fix='Leave it out, or pass shard="mine".',
-            )
         device = trainer.world.device
         super().__init__(
             dataset,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,13 @@ from paceline.parallel.shard.whole import split_groups
 from paceline.recipe import Layout
 from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.signatures import explain_arguments
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments
-from paceline.train.batches import check_same_batch, count_samples, cut_samples
-from paceline.train.building import call_model, check_numbers, check_several
+from paceline.train.batches import DrawnBatches, check_same_batch, count_samples, cut_samples
+from paceline.train.building import Model, call_model, check_numbers, check_several
 from paceline.train.evaluation import Evaluation
-from paceline.train.foreign import explain_arguments, open_models
+from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
@@ -86,7 +87,7 @@ class Loop(Training[LoopLoader]):
     @explain_arguments
     def __init__(
         self,
-        models: nn.Module | Mapping[str, nn.Module],
+        models: Model | Mapping[str, Model],
         optimizers: Any,
         *,
         layout: str | Layout = "",
@@ -100,7 +101,7 @@ class Loop(Training[LoopLoader]):
         ddp: DdpSection | Mapping[str, Any] | None = None,
         islands: IslandsSection | Mapping[str, Any] | None = None,
         dtype: str = "fp32",
-        reduction: str = "exact",
+        reduction: Literal["fast", "exact"] = "exact",
         microbatch_size: int | None = None,
         seed: int | None = None,
         compile: bool = False,
@@ -121,7 +122,7 @@ class Loop(Training[LoopLoader]):
         self._first_pass: FirstPass | None = None
         self._is_several = isinstance(models, Mapping)
         model = _join_models(models)
-        _check_arguments(dtype=dtype, on_nonfinite=on_nonfinite, means=means)
+        _check_dtype(dtype)
         self._is_layout_alone = optimizers is None
         factory = take_optimizers(optimizers, model)
         named |= {
@@ -136,6 +137,8 @@ class Loop(Training[LoopLoader]):
         self._weigh = weight
         self.mean_names = tuple(means)
         super().__init__(given, forward or call_model, None, example)
+        called = list(self.model.children()) if self._is_several else [self.model]
+        self._drawn = DrawnBatches(called, self._dp, self.world.device)
         self._hook_optimizers()
 
     def _check_layout(self) -> None:
@@ -173,6 +176,11 @@ class Loop(Training[LoopLoader]):
                 x, y = get_batch()     # the random numbers of this microbatch
 
         Generators are seeded by (seed, step, number), so the samples do not depend on the number of ranks.
+        The inputs of the model in the first steps are compared: a `DataLoader` gives the same ones on every
+        rank, and belongs into `loader` or `split`.
+
+        Raises:
+            PacelineError: PL419 if ranks compute the same samples, PL668 if those of tp or cp do not.
         """
         check_numbers(num_microbatches=(num_microbatches, 1))
         own, num_owned = self._share_out(num_microbatches)
@@ -255,7 +263,7 @@ class Loop(Training[LoopLoader]):
         self._before_write()  # the loop may write to weights at any time
         return saved
 
-    def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
+    def resume(self, folder: str | Path, *, accept: str | Sequence[str] = ()) -> int:
         if self._is_layout_alone:
             raise PacelineError(
                 "PL647",
@@ -359,6 +367,10 @@ class Loop(Training[LoopLoader]):
             own=own,
         )
 
+    def compare_inputs(self, counts: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Compare the inputs of the models over the ranks, in the first steps; see `DrawnBatches`."""
+        return self._drawn.watched(counts)
+
     def watch_pass(self) -> FirstPass | None:
         """Watch what a pass changes; return what finds the buffers that forwards change, in the first one."""
         self._rates = read_hyperparameters(self.optimizer)
@@ -449,6 +461,7 @@ class Loop(Training[LoopLoader]):
         self.world.on_close(register_optimizer_step_post_hook(end).remove)
 
 
+@explain_arguments
 def parallelize(
     model: nn.Module,
     layout: str | Layout = "",
@@ -462,7 +475,7 @@ def parallelize(
     shard: ShardSection | Mapping[str, Any] | None = None,
     ddp: DdpSection | Mapping[str, Any] | None = None,
     dtype: str = "fp32",
-    reduction: str = "exact",
+    reduction: Literal["fast", "exact"] = "exact",
     microbatch_size: int | None = None,
     seed: int | None = None,
     compile: bool = False,
@@ -514,26 +527,12 @@ def _join_models(models: Any) -> nn.Module:
     return nn.ModuleDict(dict(models)) if isinstance(models, Mapping) else models
 
 
-def _check_arguments(*, dtype: str, on_nonfinite: str, means: Sequence[str]) -> None:
+def _check_dtype(dtype: str) -> None:
     if dtype in ("bf16", "fp16"):
         raise _trainer_only_error(
             f"dtype={dtype!r} with paceline.Loop.",
             "Its context would have to span the loop's own backward and losses.",
             f"Use torch.autocast in the loop{' and a GradScaler' * (dtype == 'fp16')}, or paceline.Trainer.",
-        )
-    if on_nonfinite not in ("skip", "keep"):
-        raise PacelineError(
-            "PL400",
-            saw=f"on_nonfinite={on_nonfinite!r}.",
-            rule='It is "skip", or "keep" for a loop with a GradScaler.',
-            fix="Leave it out, or pass one of the two.",
-        )
-    if isinstance(means, str) or not all(isinstance(name, str) for name in means):
-        raise PacelineError(
-            "PL400",
-            saw=f"means={means!r}.",
-            rule="It lists the names of the values that step.mean collects.",
-            fix='Pass for example means=["accuracy"].',
         )
 
 

@@ -15,6 +15,7 @@ from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
 from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
+from paceline.signatures import explain_arguments
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import weigh
@@ -26,7 +27,7 @@ from paceline.train.building import (
     call_model,
 )
 from paceline.train.evaluation import Evaluation
-from paceline.train.foreign import explain_arguments, open_models
+from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.phases import Phases
@@ -120,7 +121,7 @@ class Trainer(Training[TrainerLoader]):
         shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
         dtype: str = "fp32",
-        reduction: str = "exact",
+        reduction: Literal["fast", "exact"] = "exact",
         microbatch_size: int | None = None,
         loss_over: Literal["microbatch", "global_batch"] = "microbatch",
         clip_norm: float = 0.0,

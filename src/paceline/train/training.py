@@ -25,6 +25,7 @@ from paceline.parallel.placement import local
 from paceline.parallel.shard.shards import refuse_mixed
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
+from paceline.signatures import explain_arguments
 from paceline.torch_seams.trees import learn_mapping
 from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
@@ -32,7 +33,6 @@ from paceline.train.batches import RawBatches
 from paceline.train.best import Best, choose_best
 from paceline.train.building import UpdateSettings, build_model, build_updates, sync_batchnorm_error
 from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
-from paceline.train.foreign import explain_arguments
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.island_ranks import place_islands, refuse_own_batch
 from paceline.train.islands import Exchanged, Islands
@@ -281,7 +281,8 @@ class Training(TrainedModels, Generic[L]):
         refuse_copied_models(objects, self._updates.values())
         self._saver.tracked.add(objects)
 
-    def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
+    @explain_arguments
+    def resume(self, folder: str | Path, *, accept: str | Sequence[str] = ()) -> int:
         """Resume from the newest valid checkpoint of a run's folder, or start from scratch if there is none.
 
         Collective. From now on, `save` writes to this folder, and metrics go to its `metrics.jsonl`.

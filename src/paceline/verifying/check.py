@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
 from paceline.recipe import Layout, Recipe
 from paceline.recipe.islands import IslandsSection
+from paceline.signatures import check_arguments, explain_arguments
+from paceline.train.trainer import Trainer
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS, Noise, divide
@@ -126,6 +128,7 @@ class Verified:
         return [finding for result in self.results for finding in result.findings]
 
 
+@explain_arguments
 def verify(
     model_fn: Callable[[], nn.Module],
     batch_fn: Any,
@@ -136,7 +139,7 @@ def verify(
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     steps: int = 3,
     dtype: str = "auto",
-    reduction: str = "fast",
+    reduction: Literal["fast", "exact"] = "fast",
     clip_norm: float = 1.0,
     microbatch_size: int | None = None,
     global_batch_size: int | None = None,
@@ -177,6 +180,7 @@ def verify(
         PacelineError: PL720 to PL722 if it cannot be verified; PL320 to PL326 for ranks that cannot start.
         RankFailed: the reference itself failed.
     """
+    check_arguments(Trainer.__init__, (None,), settings, owner=Trainer, is_whole=False)
     subject = UserSubject(
         model_fn=model_fn,
         batch_fn=batch_fn,
@@ -474,13 +478,15 @@ def _describe_failure(layout: Layout, error: RankFailed | JobStuck | PacelineErr
 
 
 def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
-    if isinstance(subject.num_steps, bool) or not isinstance(subject.num_steps, int) or subject.num_steps < 1:
+    if subject.num_steps < 1:
         raise PacelineError(
             "PL720",
             saw=f"steps={subject.num_steps!r}.",
             rule="At least one step is compared.",
             fix="Leave it out for 3 steps; the third shows the effects of the first two.",
         )
+    if isinstance(subject, UserSubject):
+        subject.check_data()
     given: Any = subject.settings.get("islands") if isinstance(subject, UserSubject) else None
     if isinstance(subject, RecipeSubject):
         given = subject.recipe.islands

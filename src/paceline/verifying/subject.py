@@ -187,6 +187,18 @@ class UserSubject:
         section = self.compress.model_copy(update={"slots": num_slots})
         return replace(self, settings=self.settings | {"compress": section})
 
+    def check_data(self) -> None:
+        """Raise PL721 for data that give no global batches."""
+        data = self.batch_fn
+        is_data_set = self.global_batch_size and (hasattr(data, "__iter__") or hasattr(data, "__getitem__"))
+        if not callable(data) and not is_data_set:
+            raise PacelineError(
+                "PL721",
+                saw=f"batch_fn={type(data).__name__} with global_batch_size={self.global_batch_size}.",
+                rule="A data set provides samples, so the size of a global batch must be given.",
+                fix="Pass a data set and global_batch_size=16, or a function from step to global batch.",
+            )
+
 
 class _OpenedUser:
     def __init__(self, subject: UserSubject) -> None:
@@ -201,11 +213,10 @@ class _OpenedUser:
             optimizer=subject.optimizer,
             layout=layout,
             dtype=subject.dtype,
-            reduction=reduction,
             microbatch_size=self._choose_microbatch_size(),
             clip_norm=clip_norm,
             seed=subject.seed,
-            **{"example": self._give_example(), **subject.settings},
+            **{"reduction": reduction, "example": self._give_example(), **subject.settings},
         )
 
     def _choose_microbatch_size(self) -> int | None:
@@ -231,13 +242,6 @@ class _OpenedUser:
     def give_shares(self, trainer: Trainer) -> Iterator[Share]:
         subject = self._subject
         if not callable(subject.batch_fn):
-            if subject.global_batch_size is None:
-                raise PacelineError(
-                    "PL721",
-                    saw=f"a data set of type {type(subject.batch_fn).__name__} without global_batch_size.",
-                    rule="A data set provides samples, so the size of a global batch must be given.",
-                    fix="Pass global_batch_size=16, or a function from the step to a global batch.",
-                )
             loader = trainer.loader(subject.batch_fn, global_batch_size=subject.global_batch_size)
             while True:
                 yield from loader
