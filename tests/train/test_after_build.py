@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from paceline import Loop
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
 from paceline.world import start
@@ -166,6 +168,13 @@ def add_buffer(model: Any, optimizer: Any) -> None:
     model[0].register_buffer("mean", torch.zeros(3))
 
 
+def take_step(loop: Loop, model: Any, made: list[Any]) -> None:
+    for batch in loop.split(DATA):
+        model(batch).square().mean().backward()
+    made[0].step()
+    made[0].zero_grad()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -183,7 +192,8 @@ def add_buffer(model: Any, optimizer: Any) -> None:
         (add_buffer, "0.mean of model became a buffer"),
     ],
 )
-def test_other_changes_are_refused(change: Any, expected: str) -> None:
+@pytest.mark.parametrize("call", ["Trainer", "Loop"])
+def test_other_changes_are_refused(call: str, change: Any, expected: str) -> None:
     made: list[Any] = []
 
     def trained(named: Any) -> torch.optim.Optimizer:
@@ -193,10 +203,14 @@ def test_other_changes_are_refused(change: Any, expected: str) -> None:
     with start(device="cpu"):
         model = net()
         model[2].weight.requires_grad_(False)
-        trainer = build(model, optimizer=trained)
-        trainer.step(DATA)
-        change(trainer.model, made[0])
-        message = code_of(lambda: trainer.step(DATA))
+        if call == "Trainer":
+            trainer = build(model, optimizer=trained)
+            step = partial(trainer.step, DATA)
+        else:
+            step = partial(take_step, Loop(model, trained, microbatch_size=2), model, made)
+        step()
+        change(model, made[0])
+        message = code_of(step)
     assert expected.removeprefix("the dtype of 0.0.down.bias ") in message
     assert message.endswith(("[PL390]", "[PL393]"))
 
