@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "max_skipped 0": ("PL400", lambda: build(max_skipped_in_a_row=0), "max_skipped_in_a_row=0."),
     "negative seed": ("PL400", lambda: build(seed=-3), "seed=-3."),
     "text for a number": ("PL400", lambda: build(clip_norm="1"), "clip_norm='1')."),
-    "unknown dtype": ("PL401", lambda: build(dtype="half"), "dtype='half'. A training dtype is one of fp64"),
+    "unknown dtype": ("PL400", lambda: build(dtype="half"), "dtype='half'). dtype takes 'fp64' or"),
     "unknown ddp key": ("PL100", lambda: build(ddp={"bucket_cap": 1}), "unknown key ddp.bucket_cap"),
     "ddp value": ("PL101", lambda: build(ddp={"bucket_cap_mb": -1}), "ddp.bucket_cap_mb=-1"),
     "layout of another world": ("PL113", lambda: build(layout="dp_replicate=2"), "there are 1 ranks"),

@@ -132,7 +132,6 @@ def test_a_dead_and_a_slow_sink_cost_one_warning_each(
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for sinks, said in (
         ("wandbb", "sinks= has 'wandbb'"),
-        ([3], "sinks= has a int"),
         ([Events(), Events()], "two sinks of the name Events"),
     ):
         with pytest.raises(paceline.PacelineError, match=f"{said}.*PL733"):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.foreign_models.families import others, text
+from benchmarks.foreign_models.families import others, text, unseen
 from benchmarks.foreign_models.models import Batch
 
 SAMPLES = 8
@@ -180,6 +180,30 @@ def quantise(output: tuple[Tensor, Tensor, Tensor], batch: Batch) -> tuple[Tenso
     return (x - batch["x"]).square().sum() + codes, len(x)
 
 
+def regress_turned(output: Batch, batch: Batch) -> tuple[Tensor, int]:
+    """A regression, and a penalty for turns that are not orthogonal."""
+    turn = output["turn"]
+    gap = turn @ turn.transpose(1, 2) - torch.eye(4, dtype=turn.dtype)
+    return (output["value"] - batch["values"]).square().sum() + 0.1 * gap.square().sum(), len(turn)
+
+
+def score_found(output: unseen.Found, batch: Batch) -> tuple[Tensor, int]:
+    """Cross-entropy of an object's logits, and the size of what hooks have collected."""
+    loss, count = score_tokens(output.logits, batch)
+    return loss + 0.1 * sum(tap.square().mean((1, 2)).sum() for tap in output.taps), count
+
+
+def penalise(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return logits, and a penalty of the weights and of their distance to a table of old ones."""
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return model(batch["ids"]), penalty + (model.head.weight - 0.1).abs().sum()
+
+
+def score_penalised(output: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, int]:
+    loss, count = score_tokens(output[0], batch)
+    return loss + 0.01 * output[1] * count, count
+
+
 _TEXT = (make_text, score_tokens, call("ids"))
 _PAIR = (make_text, score_tokens, call("ids", "labels"))
 _IMAGES = (make_images, classify, call("x"))
@@ -240,4 +264,29 @@ FAMILIES: dict[str, Family] = {
     "DLRM, sparse tables": Family(
         others.Recommender, make_clicks, regress, call("dense", "ids"), build_sgd, 0.0
     ),
+    "ConvLSTM": Family(unseen.ConvLstm, *_IMAGES),
+    "S4D": Family(_decoder(unseen.DiagonalScan, text.FeedForward), *_TEXT),
+    "experts choose": Family(_decoder(text.CausalAttention, unseen.ChoosingExperts), *_TEXT),
+    "PaLM block, ALiBi": Family(lambda: text.Decoder([unseen.ParallelBlock() for _ in range(2)]), *_TEXT),
+    "rotary, complex": Family(_decoder(unseen.RotatingAttention, text.FeedForward), *_TEXT),
+    "PointNet, penalty": Family(unseen.PointNet, make_sets, regress_turned, call("x", "counts")),
+    "equilibrium": Family(unseen.Equilibrium, make_vectors, regress, call("x")),
+    "universal": Family(lambda: unseen.Universal(text.CausalAttention()), *_TEXT),
+    "prefix tuning": Family(_decoder(unseen.PrefixAttention, text.FeedForward), *_TEXT),
+    "mixture of depths": Family(
+        lambda: text.Decoder([unseen.DepthByToken(text.CausalAttention()) for _ in range(2)]), *_TEXT
+    ),
+    "Flamingo gates": Family(
+        lambda: unseen.GatedCross(text.CausalAttention()), make_images, classify, call("x", "labels")
+    ),
+    "own result, hooks": Family(
+        lambda: unseen.Tapped([text.Layer(text.CausalAttention(), text.FeedForward()) for _ in range(2)]),
+        make_text,
+        score_found,
+        call("ids"),
+    ),
+    "penalty of weights": Family(
+        _decoder(text.CausalAttention, text.FeedForward), make_text, score_penalised, penalise
+    ),
+    "FT-Transformer": Family(unseen.FeatureTokens, make_vectors, classify, call("x")),
 }

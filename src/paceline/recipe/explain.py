@@ -55,14 +55,18 @@ def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[Pacel
             _remove(rest, name)
 
 
-def validate_section(name: str, section: type[SectionT], table: Mapping[str, Any]) -> SectionT:
-    """Return one validated section by itself, such as the `ddp` argument of a trainer.
+def validate_section(
+    name: str, section: type[SectionT], given: SectionT | Mapping[str, Any] | None
+) -> SectionT:
+    """Return one validated section by itself, such as the `ddp` argument of a trainer; `None`: the default.
 
     Raises:
         PacelineError: the first thing that is wrong with it.
     """
+    if isinstance(given, section):
+        return given
     try:
-        return section.model_validate(dict(table))
+        return section.model_validate(dict(given or {}))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         detail["loc"] = (name, *detail["loc"])

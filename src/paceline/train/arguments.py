@@ -154,9 +154,7 @@ class Arguments:
 
     @cached_property
     def _compress_section(self) -> CompressSection:
-        if isinstance(self.compress, CompressSection):
-            return self.compress
-        return validate_section("compress", CompressSection, self.compress or {})
+        return validate_section("compress", CompressSection, self.compress)
 
     @property
     def has_compression(self) -> bool:
@@ -166,9 +164,7 @@ class Arguments:
     @cached_property
     def islands_section(self) -> IslandsSection:
         """The settings of the islands; one island by default."""
-        if isinstance(self.islands, IslandsSection):
-            return self.islands
-        return validate_section("islands", IslandsSection, self.islands or {})
+        return validate_section("islands", IslandsSection, self.islands)
 
     def lay_out(
         self,
@@ -182,11 +178,8 @@ class Arguments:
             example: calls the model on a batch of a few samples, or `None`.
         """
         compress = self.choose_compression(layout)
-        ddp, shard = self.ddp, self.shard
-        if not isinstance(ddp, DdpSection):
-            ddp = validate_section("ddp", DdpSection, ddp or {})
-        if not isinstance(shard, ShardSection):
-            shard = validate_section("shard", ShardSection, shard or {})
+        ddp = validate_section("ddp", DdpSection, self.ddp)
+        shard = validate_section("shard", ShardSection, self.shard)
         if self._read_layout().awaits_shards(layout):
             shard = ShardSection()
         return Settings(

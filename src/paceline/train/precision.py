@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError
 from paceline.torch_seams.modules import convert_tensors
 from paceline.torch_seams.trees import tree_map_only
 
@@ -20,19 +19,9 @@ class Precision:
 
     With fp64 and fp32, everything is stored and computed in that type. With bf16 and fp16, weights and
     gradients are fp32 and forwards run under autocast; fp16 also needs a gradient scaler (`build_scaler`).
-
-    Raises:
-        PacelineError: PL401 for another name.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in DTYPES:
-            raise PacelineError(
-                "PL401",
-                saw=f"dtype={name!r}.",
-                rule=f"A training dtype is one of {', '.join(DTYPES)}.",
-                fix='Use "fp32", or "bf16" for speed on hardware that has it.',
-            )
         self.name = name
         self.device = device
         self._storage = torch.float64 if name == "fp64" else torch.float32

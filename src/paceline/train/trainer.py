@@ -120,7 +120,7 @@ class Trainer(Training[TrainerLoader]):
         experts: Mapping[str, bool] | None = None,
         shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
-        dtype: str = "fp32",
+        dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32",
         reduction: Literal["fast", "exact"] = "exact",
         microbatch_size: int | None = None,
         loss_over: Literal["microbatch", "global_batch"] = "microbatch",

@@ -19,6 +19,7 @@ from paceline.launching.local import check_launch, launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
 from paceline.recipe import Layout, Recipe
+from paceline.recipe.explain import validate_section
 from paceline.recipe.islands import IslandsSection
 from paceline.signatures import check_arguments, explain_arguments
 from paceline.train.trainer import Trainer
@@ -138,7 +139,7 @@ def verify(
     forward: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     steps: int = 3,
-    dtype: str = "auto",
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto",
     reduction: Literal["fast", "exact"] = "fast",
     clip_norm: float = 1.0,
     microbatch_size: int | None = None,
@@ -490,7 +491,7 @@ def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
     given: Any = subject.settings.get("islands") if isinstance(subject, UserSubject) else None
     if isinstance(subject, RecipeSubject):
         given = subject.recipe.islands
-    section = given if isinstance(given, IslandsSection) else IslandsSection(**(given or {}))
+    section = validate_section("islands", IslandsSection, given)
     if section.count > 1:
         raise PacelineError(
             "PL743",

@@ -176,12 +176,8 @@ class UserSubject:
 
     @property
     def compress(self) -> CompressSection:
-        given = self.settings.get("compress") or {}
-        return (
-            given
-            if isinstance(given, CompressSection)
-            else validate_section("compress", CompressSection, given)
-        )
+        given: CompressSection | None = self.settings.get("compress")
+        return validate_section("compress", CompressSection, given)
 
     def with_slots(self, num_slots: int) -> UserSubject:
         section = self.compress.model_copy(update={"slots": num_slots})
@@ -206,17 +202,18 @@ class _OpenedUser:
 
     def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
         subject = self._subject
+        given: dict[str, Any] = {"example": self._give_example()} | subject.settings
+        given |= {"dtype": subject.dtype, "reduction": reduction}
         return Trainer(
             subject.model_fn,
             forward=subject.forward,
             loss=subject.loss,
             optimizer=subject.optimizer,
             layout=layout,
-            dtype=subject.dtype,
             microbatch_size=self._choose_microbatch_size(),
             clip_norm=clip_norm,
             seed=subject.seed,
-            **{"reduction": reduction, "example": self._give_example(), **subject.settings},
+            **given,
         )
 
     def _choose_microbatch_size(self) -> int | None:

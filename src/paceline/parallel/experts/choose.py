@@ -28,10 +28,6 @@ def choose_experts(model: nn.Module, patterns: Mapping[str, bool] | None) -> dic
     """
     chosen: dict[str, bool] = {}
     for pattern, wanted in (patterns or {}).items():
-        if not isinstance(wanted, bool):
-            raise _choice_error(
-                pattern, wanted, "whose value is neither True nor False", "Write True or False."
-            )
         matched = {name: each for name, each in model.named_modules() if name and fnmatchcase(name, pattern)}
         if not matched:
             raise _choice_error(pattern, wanted, "which matches no module", _advise(model))
