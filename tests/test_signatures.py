@@ -25,10 +25,9 @@ CALLS: list[Callable[..., Any]] = [
 
 def check(call: Callable[..., Any], **kwargs: Any) -> str:
     """Return the message of arguments of a call that are refused, or an empty text."""
-    is_method = "self" in inspect.signature(call).parameters
-    args = (None,) if is_method else ()
+    args = (Trainer,) if "self" in inspect.signature(call).parameters else ()
     try:
-        check_arguments(call, args, kwargs, owner=Trainer if is_method else None, is_whole=False)
+        check_arguments(call, args, kwargs, is_whole=False)
     except PacelineError as error:
         return str(error)
     return ""

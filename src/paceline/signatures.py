@@ -121,20 +121,19 @@ def check_arguments(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    owner: type | None = None,
     is_whole: bool = True,
 ) -> None:
     """Raise PL929 or PL400 for arguments that a call does not take.
 
     Args:
         call: a function, or a method as its class has it.
-        args, kwargs: the arguments; of a method with the object in front.
-        owner: the class of a method; by default that of the object.
+        args, kwargs: the arguments; of a method with the object or its class in front.
         is_whole: whether these are all arguments, none of which may be missing.
     """
     signature, hints = _read(call)
-    if owner is None and "self" in signature.parameters:
-        owner = type(args[0])
+    owner = None
+    if "self" in signature.parameters:
+        owner = args[0] if isinstance(args[0], type) else type(args[0])
     called = f"{owner.__name__}.{call.__name__}".removesuffix(".__init__") if owner else call.__name__
     try:
         given = (signature.bind if is_whole else signature.bind_partial)(*args, **kwargs).arguments

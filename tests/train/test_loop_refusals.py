@@ -64,7 +64,7 @@ MODEL = nn.Linear(6, 2)
         ("PL646", torch.compile(nn.Linear(6, 2), backend="eager"), None, {}, "compile=True"),
         ("PL647", MODEL, stepped(MODEL), {}, "has state"),
         ("PL647", MODEL, torch.optim.SGD(nn.Linear(6, 2).parameters(), lr=0.1), {}, "no model has"),
-        ("PL647", MODEL, [3], {}, "has a int"),
+        ("PL400", MODEL, [3], {}, "a Optimizer or a list"),
         ("PL647", MODEL, torch.optim.Adagrad(MODEL.parameters()), {}, "lambda named: Adagrad"),
         ("PL400", MODEL, None, {"on_nonfinite": "ignore"}, "keep"),
         ("PL400", MODEL, None, {"means": "accuracy"}, "means="),

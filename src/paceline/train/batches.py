@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -142,51 +142,6 @@ class RankRows:
             raise _same_samples_error(ranks)
 
 
-class DrawnBatches:
-    """Compares the inputs of models in steps whose samples the user's loop draws by itself.
-
-    A `DataLoader` gives the same samples on every rank, and so would count each of them several times.
-
-    Args:
-        models: that the loop calls.
-        dp, device: as for `RankRows`.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], dp: Axis | None, device: torch.device) -> None:
-        self._models, self._rows = models, None if dp is None else RankRows(dp, device)
-        self._num_seen = 0
-
-    @contextmanager
-    def watched(self, counts: Callable[[], bool]) -> Iterator[None]:
-        """Compare, at the end, the first input that a model gets inside; collective in the first steps.
-
-        Args:
-            counts: returns whether the microbatch that runs belongs to this rank's share.
-
-        Raises:
-            PacelineError: as `RankRows.exchange`, on every rank.
-        """
-        self._num_seen += 1
-        if self._rows is None or self._num_seen > _NUM_COMPARED:
-            yield
-            return
-        row: list[int] = []
-
-        def see(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not row and counts():
-                row.extend(_digest_batch((args, kwargs)))
-
-        handles = [
-            each.register_forward_pre_hook(see, prepend=True, with_kwargs=True) for each in self._models
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._rows.exchange(row or (1, 0))
-
-
 class RawBatches:
     """Batches that the user's loop supplies: each rank's samples become its share of a global batch.
 
@@ -221,6 +176,36 @@ class RawBatches:
             return _cut_into_share(batch, [num_samples], 0, microbatch_size)
         rows = self._rows.exchange([num_samples, *(_digest_batch(batch) if is_compared else (1, 0))])
         return _cut_into_share(batch, [row[0] for row in rows], rank, microbatch_size)
+
+    @contextmanager
+    def drawn(self, models: Sequence[nn.Module], counts: Callable[[], bool]) -> Iterator[None]:
+        """Compare the first inputs of models in a step whose samples the loop draws; collective at first.
+
+        A `DataLoader` gives the same samples on every rank, and so would count each of them several times.
+
+        Args:
+            models: that the loop calls inside.
+            counts: returns whether the microbatch that runs belongs to this rank's share.
+
+        Raises:
+            PacelineError: as `RankRows.exchange`, on every rank.
+        """
+        self._num_seen += 1
+        if self._dp is None or self._num_seen > _NUM_COMPARED:
+            yield
+            return
+        row: list[int] = []
+
+        def see(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not row and counts():
+                row.extend(_digest_batch((args, kwargs)))
+
+        with ExitStack() as stack:
+            for each in models:
+                hook = each.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+            yield
+        self._rows.exchange(row or (1, 0))
 
 
 def check_same_batch(batch: Any, number: int) -> None:

@@ -23,8 +23,8 @@ from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.signatures import explain_arguments
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments
-from paceline.train.batches import DrawnBatches, check_same_batch, count_samples, cut_samples
-from paceline.train.building import Model, call_model, check_numbers, check_several
+from paceline.train.batches import check_same_batch, count_samples, cut_samples
+from paceline.train.building import Model, OptimizerFactory, call_model, check_numbers, check_several
 from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
@@ -88,7 +88,7 @@ class Loop(Training[LoopLoader]):
     def __init__(
         self,
         models: Model | Mapping[str, Model],
-        optimizers: Any,
+        optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | OptimizerFactory | None,
         *,
         layout: str | Layout = "",
         example: Any = None,
@@ -137,8 +137,6 @@ class Loop(Training[LoopLoader]):
         self._weigh = weight
         self.mean_names = tuple(means)
         super().__init__(given, forward or call_model, None, example)
-        called = list(self.model.children()) if self._is_several else [self.model]
-        self._drawn = DrawnBatches(called, self._dp, self.world.device)
         self._hook_optimizers()
 
     def _check_layout(self) -> None:
@@ -368,8 +366,9 @@ class Loop(Training[LoopLoader]):
         )
 
     def compare_inputs(self, counts: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Compare the inputs of the models over the ranks, in the first steps; see `DrawnBatches`."""
-        return self._drawn.watched(counts)
+        """Compare the inputs of the models over the ranks, in the first steps; see `RawBatches.drawn`."""
+        called = list(self.model.children()) if self._is_several else [self.model]
+        return self._raw_batches.drawn(called, counts)
 
     def watch_pass(self) -> FirstPass | None:
         """Watch what a pass changes; return what finds the buffers that forwards change, in the first one."""

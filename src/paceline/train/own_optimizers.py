@@ -45,13 +45,7 @@ def take_optimizers(given: Any, model: nn.Module) -> Callable[[Named], Any]:
     return point
 
 
-def _check(optimizer: Any, names: Mapping[int, str]) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise _optimizer_error(
-            f"optimizers has a {type(optimizer).__name__}.",
-            "A loop takes torch optimizers over its models' parameters, or a function that builds one.",
-            "Pass the optimizer before it is wrapped or prepared by anything.",
-        )
+def _check(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     if optimizer.state:
         raise _optimizer_error(
             f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters.",

@@ -181,7 +181,7 @@ def verify(
         PacelineError: PL720 to PL722 if it cannot be verified; PL320 to PL326 for ranks that cannot start.
         RankFailed: the reference itself failed.
     """
-    check_arguments(Trainer.__init__, (None,), settings, owner=Trainer, is_whole=False)
+    check_arguments(Trainer.__init__, (Trainer,), settings, is_whole=False)
     subject = UserSubject(
         model_fn=model_fn,
         batch_fn=batch_fn,
