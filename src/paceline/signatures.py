@@ -38,6 +38,7 @@ _WORDS = (
         "loss=lambda output, batch: (sum_of_losses, weight)",
         "loss_fn criterion loss_function loss_func compute_loss",
     ),
+    ("loader=trainer.loader(data, global_batch_size=64, shuffle=False)", ""),
     ("nproc=", "nprocs nproc_per_node num_processes world_size"),
     ('dtype="bf16"', "mixed_precision precision amp fp16 bf16 torch_dtype use_amp"),
     ("clip_norm=1.0", "max_grad_norm gradient_clip_val gradient_clipping clip_grad clip_grad_norm max_norm"),

@@ -14,6 +14,7 @@ from paceline.errors import PacelineError
 from paceline.huggingface.folder import check_folder, open_weights
 from paceline.huggingface.names import list_unused, match, to_model
 from paceline.phrases import name_some
+from paceline.signatures import explain_arguments
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,10 @@ class Pretrained:
         return {name: weight.read for name, weight in match(weights, model, self.new)}
 
 
-def pretrained(factory: Any, folder: str | Path, *, new: Sequence[str] = ()) -> Pretrained:
+@explain_arguments
+def pretrained(
+    factory: Callable[..., nn.Module], folder: str | Path, *, new: Sequence[str] = ()
+) -> Pretrained:
     """Return a factory for `Trainer(model=...)` whose model gets its values from a folder.
 
         model = paceline.pretrained(transformers.LlamaForCausalLM, "models/llama")

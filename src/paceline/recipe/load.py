@@ -16,6 +16,7 @@ from paceline.errors import PacelineError, RecipeErrors
 from paceline.reading import read_file
 from paceline.recipe.explain import field_at, validate_recipe
 from paceline.recipe.schema import Recipe
+from paceline.signatures import explain_arguments
 
 # A recipe has about a hundred lines, and its own values are nested three deep.
 BUILT_IN = Path(__file__).parents[1] / "recipes"
@@ -26,6 +27,7 @@ _MOST_LEVELS = 16
 _MOST_BITS = 1000
 
 
+@explain_arguments
 def load_recipe(
     path: str | Path,
     settings: Sequence[str] = (),

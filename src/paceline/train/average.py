@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.parallel.shard.setup import copied_model_error
+from paceline.signatures import explain_arguments
 from paceline.train.update import Update, Updated
 
 
@@ -41,10 +42,11 @@ class Average:
         PacelineError: PL400 for another decay.
     """
 
+    @explain_arguments
     def __init__(
         self, model: nn.Module, decay: float, *, before_write: Callable[[], None] = lambda: None
     ) -> None:
-        if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay < 1:
+        if not 0 <= decay < 1:
             raise PacelineError(
                 "PL400",
                 saw=f"a decay of {decay!r} for an average of weights (ema).",

@@ -167,6 +167,7 @@ class Loop(Training[LoopLoader]):
     def _hand_out(self, loader: TrainerLoader) -> LoopLoader:
         return LoopLoader(self, loader)
 
+    @explain_arguments
     def step(self, num_microbatches: int) -> LoopStep:
         """Return a step of microbatches that the loop makes itself; its inner loop has this rank's numbers.
 
@@ -188,6 +189,7 @@ class Loop(Training[LoopLoader]):
             Share(0, 0, num_microbatches, num_owned, pairs, samples, turns=self.turns), is_numbered=True
         )
 
+    @explain_arguments
     def split(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
         """Return a step from a batch that every rank has whole; its inner loop has this rank's microbatches.
 
@@ -211,6 +213,7 @@ class Loop(Training[LoopLoader]):
         samples = [range(*cuts[number]) for number in own]
         return self.open(Share(0, 0, num_samples, num_owned, pairs, samples, turns=self.turns))
 
+    @explain_arguments
     def own(self, batch: Any, microbatch_size: int | None = None) -> LoopStep:
         """Return a step from samples that only this rank has; its inner loop has microbatches of them.
 
@@ -285,6 +288,7 @@ class Loop(Training[LoopLoader]):
     def _is_in_step(self) -> bool:  # type: ignore[override]
         return self._step is not None and self._step.is_open
 
+    @explain_arguments
     def evaluate(
         self,
         loader: LoopLoader | TrainerLoader,
@@ -307,6 +311,7 @@ class Loop(Training[LoopLoader]):
 
     def whole_state(self, model: str = "model") -> dict[str, Tensor]:
         """Return a whole model like a plain one's `state_dict`, see `Trainer.whole_state`; collective."""
+        self.parameters_of(() if model == "model" else (model,))
         state = super().whole_state()
         if not self._is_several or model == "model":
             return state
@@ -323,8 +328,8 @@ class Loop(Training[LoopLoader]):
             if name not in known:
                 raise PacelineError(
                     "PL404",
-                    saw=f"step.of({name!r}) with the models {', '.join(known)}.",
-                    rule="A step collects gradients of models by their names in Loop(models).",
+                    saw=f"the model {name!r} of the models {', '.join(known)}.",
+                    rule="A step and whole_state() know models by their names in Loop(models).",
                     fix="Use one of these names.",
                 )
         if not self._is_several or not names:

@@ -15,8 +15,10 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators
 from paceline.parallel.placement import local
+from paceline.signatures import explain_arguments
 from paceline.torch_seams.operators import multiply_each
 from paceline.torch_seams.tensors import read_version
+from paceline.train.building import check_numbers
 from paceline.train.metrics import read_number
 from paceline.train.runners.work import IDLE, Round, Work
 from paceline.train.update import CLIP_EPS, Updated
@@ -149,6 +151,7 @@ class LoopStep:
         each.means[place] += float(number) * share
         each.means[place + 1] += share
 
+    @explain_arguments
     def clip_grad_norm_(self, max_norm: float, model: str | None = None) -> float:
         """Scale the gradients down to a global norm, right under every layout; return the norm before.
 
@@ -156,6 +159,7 @@ class LoopStep:
             max_norm: the largest norm.
             model: the name of one of several models; `None` for all together.
         """
+        check_numbers(max_norm=(max_norm, 0))
         norm, named = self._result.grad_norm, self._loop.parameters_of(() if model is None else (model,))
         if model is not None or self._versions != self._read_versions():
             norm = float(self._loop.update.measure_norm(named))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.recipe.layout import Layout
+from paceline.signatures import explain_arguments
 from paceline.train.average import Average, build_averages, no_average_error
 from paceline.train.islands import Islands
 from paceline.train.update import GradientHook, Update
@@ -86,13 +87,15 @@ class TrainedModels:
             return self._updates[model].placement.whole(name, tensor)
         return tensor
 
+    @explain_arguments
     def whole_state(self, model: str = "model") -> dict[str, Tensor]:
         """Return the whole model like a plain one's `state_dict`, with all of its buffers; collective.
 
         Returns:
             On rank 0 all parameters and buffers by full name, on the CPU; on other ranks an empty dict.
         """
-        module, found = self.models[model], {}
+        found: dict[str, Tensor] = {}
+        module = self._find(model)
         named = [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
@@ -104,10 +107,21 @@ class TrainedModels:
                     found[name] = whole.to("cpu", copy=True)
         return found
 
+    def _find(self, model: str) -> nn.Module:
+        if model not in self.models:
+            raise PacelineError(
+                "PL404",
+                saw=f"model={model!r}, but the models are {', '.join(self.models)}.",
+                rule="Models have the names of Trainer(model=), and a single one is named model.",
+                fix="Use one of these names.",
+            )
+        return self.models[model]
+
     def _whole_islands(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that all islands share."""
         return nullcontext() if self._islands is None else self._islands.whole()
 
+    @explain_arguments
     def gather_into(self, plain: nn.Module, model: str = "model") -> None:
         """Put the trained weights into a plain module of the same kind, on rank 0; collective.
 
@@ -135,12 +149,13 @@ class TrainedModels:
 
     def count_parameters(self, model: str = "model") -> int:
         """Return the number of a model's parameters, trained and frozen, independent of the layout."""
-        named = self.models[model].named_parameters()
+        named = self._find(model).named_parameters()
         if model not in self._updates:
             return sum(p.numel() for _, p in named)
         placement = self._updates[model].placement
         return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
 
+    @explain_arguments
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
         """Call `hook({name: gradient})` in every step after reduction, before clipping.
 

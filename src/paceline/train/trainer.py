@@ -232,6 +232,7 @@ class Trainer(Training[TrainerLoader]):
         with preserved_generators(self.world.device):
             return self._updates["model"].runner.find_random(self._objective(), batch)
 
+    @explain_arguments
     def evaluate(self, loader: TrainerLoader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
         """Compute the mean loss, and other means, over all of a loader's samples; collective. One model only.
 

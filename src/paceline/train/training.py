@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.buckets import broadcast_tensors
 from paceline.data.loader import Loader
@@ -344,7 +344,8 @@ class Training(TrainedModels, Generic[L]):
         self._records.note_save(handle)
         return handle
 
-    def keep_best(self, value: float) -> Best:
+    @explain_arguments
+    def keep_best(self, value: float | Tensor) -> Best:
         """Save if a value is the lowest so far, and keep the checkpoint of the lowest one; collective.
 
             best = trainer.keep_best(trainer.evaluate(valid).loss)
@@ -487,6 +488,7 @@ class Training(TrainedModels, Generic[L]):
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
 
+    @explain_arguments
     def predict(
         self, loader: TrainerLoader | LoopLoader, *, forward: Callable[[Any, Any], Any] | None = None
     ) -> Iterator[tuple[Any, Any]]:
