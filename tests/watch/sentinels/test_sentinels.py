@@ -52,7 +52,7 @@ def run_designs(world: Any, names: list[str], folder: str) -> dict[str, Any]:
             traceback.print_exc()
             found[name] = repr(error)
         finally:
-            sentinels.remove()
+            sentinels.end()
             gradients.remove()
         facts: list[str] = []
         while more := sentinels.collect():

@@ -40,14 +40,14 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     def guarded(self: Sentinels, *args: Any, **kwargs: Any) -> None:
         try:
             if self._gradients.found is not None:
-                self.remove()  # its hooks are off, so that no pass is counted
+                self._give_up()  # its hooks are off, so that no pass is counted
             elif is_profiling(self._torch):  # its rows are to show the script, and nothing else
                 self._pause()
             elif not (self._is_over or _is_capturing(self._torch)):
                 method(self, *args, **kwargs)
         except Exception as error:
             self.error = error
-            self.remove()
+            self._give_up()
 
     return guarded
 
@@ -74,7 +74,7 @@ class Sentinels:
         self._passes: Passes
         self._orders: Orders
         self._files: Files
-        # Once an epoch or a checkpoint, so always on.
+        # Once an epoch or a checkpoint, so always on; and around steps, where torch may be going through hooks.
         self._end_all: list[Callable[[], None]] = []
         self._end_look: list[Callable[[], None]] = []
 
@@ -97,6 +97,11 @@ class Sentinels:
         ):
             if name in places:
                 self._end_all.append(observe(torch, places[name], before, after))
+        module = sys.modules[torch.optim.Optimizer.__module__]
+        self._end_all += [
+            module.register_optimizer_step_pre_hook(self._before_step).remove,
+            module.register_optimizer_step_post_hook(self._after_step).remove,
+        ]
         self._begin_look()
 
     def end(self) -> None:
@@ -106,16 +111,16 @@ class Sentinels:
                 self._orders.check()
                 is_split = self._orders.has_split or self._copies.has_met_ddp
                 self._exchange.end(is_split=is_split, saved=self._files.saved)
-        self.remove()
-
-    def remove(self) -> None:
-        """Take off all hooks."""
-        self._is_over = True
-        self._gradients.at_pass = 0, lambda: None
-        self._stop_looking()
+        self._give_up()
         for end in self._end_all:
             end()
         self._end_all.clear()
+
+    def _give_up(self) -> None:
+        """Note nothing from now on."""
+        self._is_over = True
+        self._gradients.at_pass = 0, lambda: None
+        self._stop_looking()
 
     def collect(self) -> tuple[Fact, ...]:
         """Return the facts since the last call; for the watching thread."""
@@ -126,12 +131,7 @@ class Sentinels:
     # ---- looks
 
     def _begin_look(self) -> None:
-        module = sys.modules[self._torch.optim.Optimizer.__module__]
         self._gradients.observer = self._note_gradient
-        self._end_look += [
-            module.register_optimizer_step_pre_hook(self._before_step).remove,
-            module.register_optimizer_step_post_hook(self._after_step).remove,
-        ]
         places = list_observed(self._torch)
         for name, before in (("forward", self._before_forward), ("batch", self._before_batch)):
             if name in places:
@@ -186,7 +186,7 @@ class Sentinels:
 
     @_guarded
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._torch.compiler.is_compiling():
+        if self._gradients.observer is None or self._torch.compiler.is_compiling():
             return
         marks = mark_stack(sys._getframe(2))
         ranks, event = self._copies.before_step(optimizer, marks)
@@ -197,7 +197,7 @@ class Sentinels:
 
     @_guarded
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._torch.compiler.is_compiling():
+        if self._gradients.observer is not None and not self._torch.compiler.is_compiling():
             self._passes.after_step(optimizer)
 
 
