@@ -145,6 +145,51 @@ def scaler(world: Any, layout: str) -> str:
     return hash_state(loop.whole_state())
 
 
+def edited_gradients(world: Any, layout: str) -> str:
+    """A loop that changes gradients in ways that torch does not count, and clips to their norm."""
+    loop, model, optimizer, data = begin(layout)
+    norms = []
+    for step in loop.loader(data, global_batch_size=16, epochs=1):
+        for batch in step:
+            square(model(batch[0]), batch).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if step.number % 2:
+            torch._foreach_mul_(gradients, 0.01)
+        for grad in gradients:
+            grad.data.mul_(0.1)
+        expected = float(nn.utils.get_total_norm(gradients)) if not layout else 0.0
+        norms.append(step.clip_grad_norm_(0.001))
+        assert layout or norms[-1] == pytest.approx(expected, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_state({"norms": torch.tensor(norms), **loop.whole_state()})
+
+
+def goes_on_after_an_exception(world: Any, layout: str) -> str:
+    """As in a notebook whose cell is run again; gradients from before the loop do not count."""
+    torch.manual_seed(1)
+    model, data = Plain(), TensorDataset(torch.randn(52, 6), torch.randn(52, 2))
+    model(data[:4][0]).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = paceline.Loop(model, optimizer, layout=layout, microbatch_size=4)
+    codes = []
+    for attempt in range(3):
+        try:
+            for step in loop.loader(data, global_batch_size=16, epochs=1, name=f"loader {attempt}"):
+                for batch in step:
+                    if not attempt:
+                        raise TypeError
+                    square(model(batch[0]), batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except paceline.PacelineError as error:
+            codes.append(error.code)
+        except TypeError:
+            codes.append("TypeError")
+    assert codes == ["TypeError", "PL649"]
+    return hash_state(loop.whole_state())
+
+
 def draws_between_steps(world: Any, layout: str) -> str:
     loop, model, optimizer, data = begin(layout)
     torch.manual_seed(5)
@@ -299,7 +344,10 @@ def two_models(world: Any, layout: str) -> str:
     return hash_state({"norms": torch.tensor(norms), **loop.whole_state()})
 
 
-ANYWHERE = [zero_every_second_step, broken_microbatch, scaler, draws_between_steps, numbered, split_batches]
+ANYWHERE = [
+    *(zero_every_second_step, broken_microbatch, scaler, draws_between_steps, numbered, split_batches),
+    *(edited_gradients, goes_on_after_an_exception),
+]
 REPLICAS = [
     several_backwards,
     gradient_penalty,

@@ -68,6 +68,10 @@ MODEL = nn.Linear(6, 2)
         ("PL647", MODEL, torch.optim.Adagrad(MODEL.parameters()), {}, "lambda named: Adagrad"),
         ("PL400", MODEL, None, {"on_nonfinite": "ignore"}, "keep"),
         ("PL400", MODEL, None, {"means": "accuracy"}, "means="),
+        ("PL400", MODEL, None, {"means": None}, "means="),
+        ("PL400", MODEL, None, {"weight": 3}, "weight="),
+        ("PL400", MODEL, None, {"microbatch_size": 2.5}, "whole number"),
+        ("PL110", MODEL, None, {"layout": None}, "layout"),
         ("PL400", MODEL, None, {"microbatch_size": 0}, "microbatch_size"),
         ("PL400", MODEL, None, {"reduction": "exactly"}, "reduction"),
         ("PL929", MODEL, None, {"gradient_accumulation_steps": 4}, "Loop("),
@@ -176,19 +180,83 @@ def test_order_of_calls() -> None:
         refused("PL649", lambda: step.mean("size", 1.0), "outside of the loop")
         refused("PL649", lambda: step.grad_norm, "before the end")
         refused("PL649", lambda: step.clip_grad_norm_(1.0), "before the end")
-        refused("PL404", lambda: step.of("other").__next__(), "step.of('other')")
+        refused("PL404", lambda: step.of("other").__next__(), "'other'")
         for batch in step:
             refused("PL404", lambda: step.mean("other", 1.0), "means=['size', 'other']")
             refused("PL410", lambda: step.backward(model(batch[0])), "[4, 2]")  # noqa: B023
             refused("PL410", lambda: step.backward(torch.zeros(())), "step.backward")
-            refused("PL649", optimizer.step, "inside of the loop")
-            refused("PL545", loop.save)
+            refused("PL400", lambda: step.mean("size", 1.0, weight=-1), "-1")
+            refused("PL734", lambda: step.mean("size", torch.ones(3)), "size")
+            refused("PL400", lambda: step.backward(model(batch[0]).mean(), weight=float("nan")), "nan")  # noqa: B023
             square(model(batch[0]), batch).backward()
             refused("PL643", lambda: step.backward(square(model(batch[0]), batch)), "same microbatch")  # noqa: B023
+        for norm in (-1.0, float("nan"), None, model.parameters()):
+            refused("PL400", lambda: step.clip_grad_norm_(norm), "largest norm")  # noqa: B023
         optimizer.step()
         loop.end_step()
         refused("PL649", lambda: iter(step), "has ended")
         refused("PL403", loop.save)
+
+
+def test_what_ranks_do_together_is_refused_while_a_pass_is_open() -> None:
+    with paceline.start():
+        other, *_ = build()
+        trainer = paceline.Trainer(
+            nn.Linear(6, 2),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            forward=lambda model, batch: model(batch[0]),
+            loss=square,
+        )
+        loop, model, optimizer = build()
+        average = paceline.Average(model, 0.9)
+        valid = loop.loader(DATA, global_batch_size=8, shuffle=False)
+        steps = iter(loop.loader(DATA, global_batch_size=8, epochs=1))
+        step, second = next(steps), other.split(DATA[:8])
+        calls = {
+            "optimizer.step()": optimizer.step,
+            "save()": loop.save,
+            "average.update()": average.update,
+            "evaluate()": lambda: loop.evaluate(valid, square),
+            "predict()": lambda: next(loop.predict(valid)),
+            "another step": lambda: loop.step(2),
+            "another pass": lambda: next(iter(second)),
+        }
+        for batch in step:
+            for what, call in calls.items():
+                refused("PL649", call, what, "step 1")
+            refused("PL649", lambda: next(iter(step)), "another pass")
+            refused("PL649", lambda: loop.keep_best(1.0), "save()")
+            refused("PL649", lambda: trainer.step(DATA[:8]), "another step")
+            square(model(batch[0]), batch).backward()
+        optimizer.step()
+        assert average.num_averaged == 0
+        for batch in second:
+            assert len(batch[0]) == 4
+
+
+def test_a_pass_that_is_left_open_is_closed_with_the_world() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    with paceline.start(seed=5):
+        loop, model, _ = build()
+        torch.manual_seed(3)
+        microbatches = iter(next(iter(loop.loader(DATA, global_batch_size=8, epochs=1))))
+        model(next(microbatches)[0])
+    assert torch.equal(torch.rand(3), expected)
+    with paceline.start():
+        loop, *_ = build()
+        assert len(list(loop.split(DATA[:8]))) == 2
+
+
+def test_a_scaler_needs_the_gradients_that_are_not_finite() -> None:
+    with pytest.raises(PacelineError, match='on_nonfinite="keep"') as caught, paceline.start():  # noqa: PT012
+        loop, model, optimizer = build()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        for batch in loop.split(DATA[:8]):
+            scaler.scale(1e9 * square(model(batch[0]), batch)).backward()
+        scaler.step(optimizer)
+    assert caught.value.code == "PL400"
 
 
 def test_a_weight_that_is_none() -> None:
@@ -196,6 +264,8 @@ def test_a_weight_that_is_none() -> None:
         loop, _model, _ = build(weight=lambda batch: -1)
         step = next(iter(loop.loader(DATA, global_batch_size=8, epochs=1)))
         refused("PL400", lambda: next(iter(step)), "weight= returned -1")
+        refused("PL400", lambda: loop.step(4), "weight=")
+        refused("PL400", lambda: loop.step(2.5), "whole number")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("leaves", ["break", "raise"])
@@ -216,7 +286,6 @@ def test_leaving_a_step_early_is_an_error_and_leaves_nothing_behind(leaves: str)
         except ZeroDivisionError:
             pass
         assert torch.equal(torch.rand(3), expected)
-        assert not step.is_open
         refused("PL649", lambda: next(steps), "rank 0 left", "step 1")
 
 
@@ -354,16 +423,27 @@ def test_a_schedule_in_the_inner_loop() -> None:
         assert caught.value.code == "PL649"
 
 
-def mix_with_plain_tensors(world: Any, softly: bool) -> Any:
+def call_parts(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model[2](model[0](x))
+    return result
+
+
+def mix_with_plain_tensors(world: Any, how: str) -> Any:
     torch.manual_seed(0)
     model, target = nn.Linear(6, 2), nn.Linear(6, 2)
-    loop = paceline.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), layout="dp_shard=2")
-    with torch.no_grad():
-        try:
+    if how == "parts":
+        loop, layers, _ = build(layout="dp_shard=2")
+    else:
+        loop = paceline.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), layout="dp_shard=2")
+    try:
+        if how == "parts":
+            for x, _y in loop.split((torch.ones(8, 6), torch.ones(8, 2))):
+                call_parts(layers, x)  # type: ignore[arg-type]
+        with torch.no_grad():
             for mine, trained in zip(target.parameters(), model.parameters(), strict=True):
-                mine.lerp_(trained, 0.1) if softly else mine.copy_(trained)
-        except RuntimeError as error:
-            world.error = error
+                mine.lerp_(trained, 0.1) if how == "softly" else mine.copy_(trained)
+    except RuntimeError as error:
+        world.error = error
     try:
         loop.close()
     except PacelineError as error:
@@ -372,12 +452,15 @@ def mix_with_plain_tensors(world: Any, softly: bool) -> Any:
         world.error = None
 
 
-@pytest.mark.parametrize("softly", [True, False])
-def test_a_plain_target_network_beside_shards_is_named(ranks: Pool, softly: bool) -> None:
-    for code, text in ranks.run(mix_with_plain_tensors, 2, (softly,)):
+@pytest.mark.parametrize(
+    ("how", "part"),
+    [("softly", "target network"), ("hard", "target network"), ("parts", "Call the model itself")],
+)
+def test_plain_tensors_beside_shards_are_named(ranks: Pool, how: str, part: str) -> None:
+    for code, text in ranks.run(mix_with_plain_tensors, 2, (how,)):
         assert code == "PL435"
         assert "test_loop_refusals.py" in text
-        assert "target network" in text
+        assert part in text
 
 
 def draw_alone(world: Any, layout: str, how: str) -> None:

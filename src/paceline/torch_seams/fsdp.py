@@ -8,6 +8,7 @@ for each name, so that a missing one is reported by name and not by an Attribute
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +203,8 @@ def forget_iteration(root: FSDPModule) -> None:
     """Drop torch's state of an unfinished forward or backward after an exception, if torch supports it."""
     reset = getattr(root, "reset_iter_state", None)
     if reset is not None:
-        reset()
+        with suppress(AttributeError):  # before the first forward there is no such state
+            reset()
 
 
 def check_torch(modules: list[FSDPModule]) -> None:

@@ -19,6 +19,7 @@ from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.parallel.shard.setup import copied_model_error
 from paceline.signatures import explain_arguments
+from paceline.train.own_step import refuse_in_pass
 from paceline.train.update import Update, Updated
 
 
@@ -62,6 +63,7 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take the present weights into the average; call it on every rank after each step."""
+        refuse_in_pass("average.update()")
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for value, parameter in self._pairs():
             values, parameters = groups.setdefault((value.device, value.dtype), ([], []))

@@ -32,7 +32,7 @@ from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
 from paceline.train.own_loader import LoopLoader
 from paceline.train.own_optimizers import take_optimizers, unknown_error
-from paceline.train.own_step import LoopStep
+from paceline.train.own_step import LoopStep, check_weight, refuse_in_pass
 from paceline.train.runners.work import OwnLoop, Work
 from paceline.train.same_settings import read_hyperparameters
 from paceline.train.several import Several, list_parts
@@ -124,6 +124,7 @@ class Loop(Training[LoopLoader]):
         model = _join_models(models)
         _check_dtype(dtype)
         self._is_layout_alone = optimizers is None
+        model.zero_grad()  # laying out replaces parameters, and drops their gradients
         factory = take_optimizers(optimizers, model)
         named |= {
             "model": model,
@@ -175,6 +176,7 @@ class Loop(Training[LoopLoader]):
                 x, y = get_batch()     # the random numbers of this microbatch
 
         Generators are seeded by (seed, step, number), so the samples do not depend on the number of ranks.
+        Microbatches count alike; `step.backward(loss, weight=)` weighs them.
         The inputs of the model in the first steps are compared: a `DataLoader` gives the same ones on every
         rank, and belongs into `loader` or `split`.
 
@@ -182,6 +184,13 @@ class Loop(Training[LoopLoader]):
             PacelineError: PL419 if ranks compute the same samples, PL668 if those of tp or cp do not.
         """
         check_numbers(num_microbatches=(num_microbatches, 1))
+        if self._weigh is not None:
+            raise PacelineError(
+                "PL400",
+                saw="loop.step(...) with Loop(weight=).",
+                rule="Its microbatches are numbers, of which weight= knows nothing.",
+                fix="Leave weight= out, and call step.backward(loss, weight=...).",
+            )
         own, num_owned = self._share_out(num_microbatches)
         samples = [range(number, number + 1) for number in own]
         pairs: list[tuple[int, Any]] = [(number, number) for number in own]
@@ -258,8 +267,8 @@ class Loop(Training[LoopLoader]):
 
     def save(self, *, wait: bool = False) -> Any:
         """Write a checkpoint of the last step, see `Trainer.save`; after the loop's own updates of it."""
-        if not self._is_in_step:
-            self.end_step()
+        self._refuse_saving()
+        self.end_step()
         saved = super().save(wait=wait)
         self._before_write()  # the loop may write to weights at any time
         return saved
@@ -274,19 +283,18 @@ class Loop(Training[LoopLoader]):
             )
         return super().resume(folder, accept=accept)
 
-    def leave_if_asked(self) -> None:
-        self.end_step()
-        super().leave_if_asked()
-
     def close(self) -> None:
         step, self._step = self._step, None
         if step is not None:
             step.close(quietly=True)
         super().close()
-
-    @property
-    def _is_in_step(self) -> bool:  # type: ignore[override]
-        return self._step is not None and self._step.is_open
+        if not self._is_keeping and _NO_INF_CHECKS in str(self.world.error):
+            raise PacelineError(
+                "PL400",
+                saw='a GradScaler found no gradients, with on_nonfinite="skip".',
+                rule='With "skip", gradients that are not finite are dropped, and a scaler must see them.',
+                fix='Pass Loop(on_nonfinite="keep").',
+            ) from self.world.error
 
     @explain_arguments
     def evaluate(
@@ -382,11 +390,13 @@ class Loop(Training[LoopLoader]):
             self._first_pass.begin_later()
             return None
         dp = None if self._inner_mesh is None else self._inner_mesh.dp
-        self._first_pass = FirstPass(self.model, self._statistics, dp)
-        return self._first_pass
+        return FirstPass(self.model, self._statistics, dp)
 
-    def end_pass(self, work: Work, *, is_first: bool) -> Updated:
+    def end_pass(self, work: Work, first: FirstPass | None) -> Updated:
         """End a pass; its gradients are in the parameters."""
+        if first is not None:
+            first.end(work.share)
+            self._first_pass = first
         if self._rates != read_hyperparameters(self.optimizer):
             raise PacelineError(
                 "PL649",
@@ -395,8 +405,8 @@ class Loop(Training[LoopLoader]):
                 rule="How often that loop's body runs depends on the number of ranks.",
                 fix="Call it after the inner loop, once per step.",
             )
-        assert self._first_pass is not None
-        if not is_first:
+        if first is None:
+            assert self._first_pass is not None
             self._first_pass.end_later(self.step_number)
         done = self.update.finish(work, self.update.runner.waited_s)
         self._note_stop(done.stop_signum)
@@ -414,16 +424,7 @@ class Loop(Training[LoopLoader]):
         """Return the weight of a microbatch's mean loss."""
         if self._weigh is None:
             return float(count_samples(batch))
-        found = self._weigh(batch)
-        value = float(found) if isinstance(found, (int, float)) or getattr(found, "ndim", 1) == 0 else -1.0
-        if not 0 <= value < float("inf"):
-            raise PacelineError(
-                "PL400",
-                saw=f"weight= returned {found!r}.",
-                rule="The weight of a microbatch is a number of at least 0.",
-                fix='Return for example (batch["labels"] != -100).sum().',
-            )
-        return value
+        return check_weight("weight= returned", self._weigh(batch))
 
     def _hook_optimizers(self) -> None:
         """Make the steps of optimizers over these models see tensors that their kernels can handle."""
@@ -435,13 +436,7 @@ class Loop(Training[LoopLoader]):
             groups = optimizer.param_groups
             if isinstance(optimizer, Several) or not any(id(p) in mine for g in groups for p in g["params"]):
                 return
-            if self._is_in_step:
-                raise PacelineError(
-                    "PL649",
-                    saw="optimizer.step() inside of the loop over a step's microbatches.",
-                    rule="Gradients are summed over microbatches and ranks at the end of that loop.",
-                    fix="Call it after the inner loop, once per step.",
-                )
+            refuse_in_pass("optimizer.step()")
             if optimizer not in whole_steps:
                 whole_steps[optimizer] = update.whole_steps
                 if self._is_layout_alone:
@@ -511,6 +506,8 @@ def parallelize(
 
 # What a loop does not take, by the names of `Arguments`.
 _UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "sync_batchnorm": False}
+# Part of torch's message for a GradScaler that steps an optimizer without gradients.
+_NO_INF_CHECKS = "No inf checks were recorded"
 
 
 def _join_models(models: Any) -> nn.Module:

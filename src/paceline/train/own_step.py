@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from paceline.generators import preserved_generators
 from paceline.parallel.placement import local
 from paceline.signatures import explain_arguments
 from paceline.torch_seams.operators import multiply_each
-from paceline.torch_seams.tensors import read_version
 from paceline.train.building import check_numbers
 from paceline.train.metrics import read_number
 from paceline.train.runners.work import IDLE, Round, Work
@@ -25,6 +25,12 @@ from paceline.train.update import CLIP_EPS, Updated
 
 if TYPE_CHECKING:
     from paceline.train.loop import Loop
+
+
+# A relative difference of two norms of the same gradients.
+_ROUNDING = 1e-6
+# The step of which a pass is open in this process, if any.
+_OPEN: list[LoopStep] = []
 
 
 class LoopStep:
@@ -44,7 +50,6 @@ class LoopStep:
         epoch: of the global batch.
         num_samples: of the global batch, over all ranks.
         means: after a pass, by name, the means of the values given to `mean`.
-        is_open: whether a pass is under way.
     """
 
     def __init__(self, loop: Loop, share: Share, *, is_numbered: bool = False) -> None:
@@ -53,12 +58,13 @@ class LoopStep:
         self.means: dict[str, float] = {}
         self._loop, self._share, self._is_numbered = loop, share, is_numbered
         self._num_passes, self._is_closed = 0, False
-        self.is_open, self._was_left = False, False
+        # Whether a pass has begun that did not reach its end, and the pass.
+        self._is_incomplete = False
+        self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._work: Work | None = None
         self._round: Round | None = None
         self._done: Updated | None = None
         self._lr, self._comm_s = math.nan, 0.0
-        self._versions: list[int] | None = []
         self._values: dict[str, float] = {}
 
     # After a pass; the same on every rank.
@@ -97,8 +103,9 @@ class LoopStep:
                 "Make all passes of a step before it. For two data sets in one step, make one loader of a "
                 "data set of pairs.",
             )
-        self._refuse_left()
-        return self._run_pass(names)
+        found = self._run_pass(names)
+        self._pass = ref(found)
+        return found
 
     def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
         """Run backward as `loss.backward()` does, and let all ranks see the loss.
@@ -114,6 +121,7 @@ class LoopStep:
             PacelineError: PL643 after another kind of backward, or after the one that sums over ranks.
         """
         work, each = self._inside("step.backward(loss)")
+        weight = None if weight is None else check_weight("step.backward got the weight", weight)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             kind = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise PacelineError(
@@ -145,10 +153,10 @@ class LoopStep:
             return
         assert each.means is not None
         assert each.weight is not None
-        share = each.weight.item() if weight is None else float(weight)
+        share = each.weight.item() if weight is None else check_weight("step.mean got the weight", weight)
         place = 2 * names.index(name)
         number = value.detach() if isinstance(value, Tensor) else value
-        each.means[place] += float(number) * share
+        each.means[place] += read_number(name, number) * share
         each.means[place + 1] += share
 
     @explain_arguments
@@ -158,11 +166,15 @@ class LoopStep:
         Args:
             max_norm: the largest norm.
             model: the name of one of several models; `None` for all together.
+
+        Raises:
+            PacelineError: PL400 for another norm than a number of at least 0.
         """
-        check_numbers(max_norm=(max_norm, 0))
-        norm, named = self._result.grad_norm, self._loop.parameters_of(() if model is None else (model,))
-        if model is not None or self._versions != self._read_versions():
-            norm = float(self._loop.update.measure_norm(named))
+        check_numbers(max_norm=(min(max_norm, sys.float_info.max), 0))  # infinity reads the norm
+        known, named = self._result.grad_norm, self._loop.parameters_of(() if model is None else (model,))
+        norm = float(self._loop.update.measure_norm(named))
+        # Of gradients that nobody has changed, the agreed norm has the bits of `Trainer`.
+        norm = known if self.skipped or math.isclose(norm, known, rel_tol=_ROUNDING) else norm
         gradients = [local(p.grad) for p in named.values() if p.grad is not None]
         scale = min(1.0, max_norm / (norm + CLIP_EPS)) if math.isfinite(norm) else 1.0
         if scale != 1.0 and gradients:
@@ -185,6 +197,9 @@ class LoopStep:
         if self._is_closed:
             return
         self._is_closed = True
+        left = self._pass()
+        if left is not None:
+            left.close()
         if not quietly:
             self._refuse_left()
         if self._done is None or (quietly and sys.exc_info()[0] is not None):
@@ -194,7 +209,7 @@ class LoopStep:
 
     @property
     def _result(self) -> Updated:
-        if self._done is None or self.is_open:
+        if self._done is None or self._is_incomplete:
             raise _order_error(
                 f"a result of step {self.number} before the end of its inner loop.",
                 "Ranks sum gradients and agree on results at its end.",
@@ -212,7 +227,7 @@ class LoopStep:
         return self._work, self._round
 
     def _refuse_left(self) -> None:
-        if self._was_left or self.is_open:
+        if self._is_incomplete:
             raise PacelineError(
                 "PL649",
                 saw=f"rank {self._loop.world.rank} left the loop over the microbatches of step {self.number} "
@@ -222,11 +237,14 @@ class LoopStep:
             )
 
     def _run_pass(self, names: tuple[str, ...]) -> Generator[Any, None, None]:
+        refuse_in_pass("another pass")
+        self._refuse_left()
         loop = self._loop
         wanted = loop.parameters_of(names)
         before = [(p, p.grad) for p in loop.parameters_of(()).values()]
         left_out = set(map(id, (p for p, _ in before))) - set(map(id, wanted.values()))
-        self.is_open = True
+        self._is_incomplete = True
+        _OPEN.append(self)
         try:
             with preserved_generators(loop.world.device):  # draws of the loop between steps go on
                 unwanted = [p for p, _ in before if id(p) in left_out]
@@ -244,21 +262,17 @@ class LoopStep:
                             self._round = None
                             if first is not None:
                                 first.end_microbatch()
-                    if first is not None:
-                        first.end(work.share)
-                    done = loop.end_pass(work, is_first=first is not None)
+                    done = loop.end_pass(work, first)
                 finally:
                     self._round = self._work = None
                     loop.update.end()
             _put_back(before, left_out)
-            self.is_open = False
+            self._is_incomplete = False
         finally:
-            self._was_left, self.is_open = self.is_open, False
+            _OPEN.remove(self)
         self._done = done
         self._lr, self._comm_s = loop.update.lr, self._comm_s + done.comm_s
         self._read_means(done)
-        is_alone = not left_out and all(grad is None for _, grad in before)
-        self._versions = self._read_versions() if is_alone else None
 
     def _counts(self) -> bool:
         return self._round is not None and self._round.index != IDLE
@@ -269,10 +283,28 @@ class LoopStep:
             total, weight = sums[2 * place], sums[2 * place + 1]
             self.means[name] = total / weight if weight else math.nan
 
-    def _read_versions(self) -> list[int]:
-        """Return numbers that change if a gradient does."""
-        grads = (p.grad for p in self._loop.parameters_of(()).values())
-        return [-1 if grad is None else read_version(local(grad)) for grad in grads]
+
+def refuse_in_pass(what: str) -> None:
+    """Raise PL649 for something that ranks do together, while the loop over a step's microbatches is open."""
+    if _OPEN:
+        raise _order_error(
+            f"{what} while the loop over the microbatches of step {_OPEN[0].number} is open.",
+            "How often that loop's body runs depends on the number of ranks.",
+            "Call it after the inner loop, once per step. `continue` leaves out a microbatch.",
+        )
+
+
+def check_weight(what: str, value: Any) -> float:
+    """Return the weight of a microbatch as a number; raise PL400 for another one than of at least 0."""
+    number = float(value) if isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0 else -1.0
+    if not 0 <= number < math.inf:
+        raise PacelineError(
+            "PL400",
+            saw=f"{what} {value!r}.",
+            rule="The weight of a microbatch is a number of at least 0.",
+            fix='Pass for example (batch["labels"] != -100).sum().',
+        )
+    return number
 
 
 @torch.no_grad()

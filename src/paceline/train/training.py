@@ -39,6 +39,7 @@ from paceline.train.islands import Exchanged, Islands
 from paceline.train.loaders import TrainerLoader
 from paceline.train.memory import MemoryErrors
 from paceline.train.own_loader import LoopLoader, open_loader
+from paceline.train.own_step import refuse_in_pass
 from paceline.train.precision import Precision
 from paceline.train.recording import SkippedSteps
 from paceline.train.same_settings import (
@@ -362,6 +363,7 @@ class Training(TrainedModels, Generic[L]):
             PacelineError: as `save`; PL417 if ranks give different values.
         """
         value = float(value)
+        self._refuse_saving()
         if self._mesh is not None:
             check_same_settings({"the value of keep_best": repr(value)}, all_ranks())
         self._best = choose_best(self._best, self.step_number, value)
@@ -525,6 +527,7 @@ class Training(TrainedModels, Generic[L]):
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
         """Explain a lack of memory, and leave if some rank was asked to stop."""
+        refuse_in_pass("evaluate() or predict()")
         try:
             with self._memory.explained(None), self._whole_islands():
                 yield
@@ -539,6 +542,8 @@ class Training(TrainedModels, Generic[L]):
         Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
         example an average of weights.
         """
+        refuse_in_pass("another step")
+        self.end_step()
         refuse_averaged(self.averages.values())
         self._requests.install()
         if not self._stop_signum:
@@ -551,6 +556,9 @@ class Training(TrainedModels, Generic[L]):
         signum, self._stop_signum = self._stop_signum, 0
         raise Stopped(signum, self.step_number, saved)
 
+    def end_step(self) -> None:
+        """End the step that a loop of the user's own has open, if any."""
+
     def close(self) -> None:
         """Close files and restore the signal handlers; `World.close` calls it."""
         self._requests.remove()
@@ -558,7 +566,7 @@ class Training(TrainedModels, Generic[L]):
             update.close()
         self._saver.close()
         self._records.close()
-        refuse_mixed(self.world.error)
+        refuse_mixed(self.world.error, list(self.models.values()))
 
     def add_data_wait(self, seconds: float) -> None:
         """Add time that the loop waited for data to the next step's metrics."""
@@ -583,6 +591,7 @@ class Training(TrainedModels, Generic[L]):
         return found | {what: "; ".join(each) for what, each in changes.items() if each}
 
     def _refuse_saving(self) -> None:
+        refuse_in_pass("save()")
         refuse_averaged(self.averages.values())
         refuse_saving(in_step=self._is_in_step, went_apart=self._went_apart)
 

@@ -392,6 +392,8 @@ class Update:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale
         skipped = self._find_reason_to_skip([] if own is not None else agreed.losses, weight, norm)
+        if own is not None and not weight:
+            skipped = f"{skipped}; microbatches without a backward in the inner loop do not count"
         if own is not None and own.keeps_nonfinite and weight:
             skipped = None
         if skipped is None and self.gradient_hooks:

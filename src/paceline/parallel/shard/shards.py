@@ -30,7 +30,7 @@ https://arxiv.org/abs/2304.11277). The levels are those of Rajbhandari et al. 20
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
@@ -361,7 +361,7 @@ def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:
             "PL435",
             saw=f"{_find_own_line(error) or 'forward='} calls parts of the model, not the model.",
             rule="Under dp_shard, parameters that belong to no block are gathered when the model is called.",
-            fix="Call the model in forward=: move this code into its forward, or into a module around it.",
+            fix="Call the model itself: move this code into its forward, or into a module around it.",
         )
     return PacelineError(
         "PL435",
@@ -374,10 +374,14 @@ def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:
     )
 
 
-def refuse_mixed(error: BaseException | None) -> None:
-    """Raise PL435 for an error of torch between a shard and a plain tensor, outside of a forward."""
+def refuse_mixed(error: BaseException | None, models: Sequence[nn.Module]) -> None:
+    """Raise PL435 for an error of torch between a shard and a plain tensor, in the user's own code."""
     if not isinstance(error, RuntimeError) or _MIXED not in str(error):
         return
+    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    if any(isinstance(each, nn.Module) for each in called):
+        is_called = any(each is model for each in called for model in models)
+        raise _outside_error(error, is_called=is_called) from error
     raise PacelineError(
         "PL435",
         saw=f"{_find_own_line(error) or 'the script'} combines a parameter with a plain tensor of yours.",
