@@ -163,8 +163,7 @@ def test_taken_loaders() -> None:
         for num_workers in (0, 1):
             random_lists = DataLoader(DATA, batch_sampler=Lists(sampler), num_workers=num_workers)
             loop, *_ = build()
-            passes = loop.loader(random_lists, epochs=2).inner
-            drawn.append(torch.cat([x for share in passes for _, (x, _) in share.microbatches]))
+            drawn.append(torch.cat([x for step in loop.loader(random_lists, epochs=2) for x, _ in step]))
         assert torch.equal(*drawn)
         assert not torch.equal(*drawn[0].chunk(2))
         refused("PL648", lambda: loop.loader(lists, global_batch_size=8), "batch sampler")

@@ -79,7 +79,9 @@ class Pass:
     requests: StopRequests
     islands: IslandRanks | None = None
 
-    def run(self, loader: TrainerLoader, objective: Objective[Any]) -> Iterator[tuple[int, Share, list[Any]]]:
+    def run(
+        self, loader: TrainerLoader[Any], objective: Objective[Any]
+    ) -> Iterator[tuple[int, Share, list[Any]]]:
         """Run an objective on all samples; collective. The caller's modes and generators are kept between.
 
         Yields:
@@ -103,7 +105,7 @@ class Pass:
             first += share.num_microbatches
 
 
-def predict(run: Pass, loader: TrainerLoader) -> Iterator[tuple[Any, Any]]:
+def predict(run: Pass, loader: TrainerLoader[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield (output, batch) of every microbatch on every rank, in order; collective."""
     objective: Objective[Any] = Objective(
         lambda batch: run.forward(run.model, batch), lambda output, batch: (make_whole(output), batch)
@@ -115,7 +117,7 @@ def predict(run: Pass, loader: TrainerLoader) -> Iterator[tuple[Any, Any]]:
 @torch.no_grad()
 def evaluate(
     run: Pass,
-    loader: TrainerLoader,
+    loader: TrainerLoader[Any],
     *,
     loss: Callable[[Any, Any], Any],
     metrics: Mapping[str, Metric],
@@ -207,7 +209,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_in_order(loader: TrainerLoader) -> None:
+def check_in_order(loader: TrainerLoader[Any]) -> None:
     """Raise PL736 for a loader that would not give each sample once and in order."""
     wrong = [word for word in ("shuffle", "drop_last") if getattr(loader, word)]
     if wrong:

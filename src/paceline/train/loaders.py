@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from paceline.data.check import warn_of_oversized_batch
 from paceline.data.loader import Loader
@@ -20,7 +20,11 @@ from paceline.world import World
 log = logging.getLogger(__name__)
 
 
-class StepTaker(Protocol):
+# What the user's loop gets per global batch.
+Handed = TypeVar("Handed", covariant=True)
+
+
+class StepTaker(Protocol[Handed]):
     """The methods of a trainer that its loaders call.
 
     Attributes:
@@ -39,8 +43,11 @@ class StepTaker(Protocol):
     def add_data_wait(self, seconds: float) -> None:
         """Count time that the loop waited for data."""
 
+    def open(self, share: Share) -> Handed:
+        """Return what the loop gets of a share."""
 
-class TrainerLoader(Loader):
+
+class TrainerLoader(Loader, Generic[Handed]):
     """A loader whose iteration belongs to a trainer's steps.
 
     Args:
@@ -58,7 +65,7 @@ class TrainerLoader(Loader):
 
     def __init__(
         self,
-        trainer: StepTaker,
+        trainer: StepTaker[Handed],
         dataset: Any,
         *,
         shard: Literal["loader", "mine"] = "loader",
@@ -83,6 +90,11 @@ class TrainerLoader(Loader):
         if settings.get("shuffle") is not False:
             if trainer.world.is_main:
                 warn_of_oversized_batch(self)
+                size, most = self.global_batch_size, self.microbatch_size
+                log.info(
+                    "global batch %d = %d microbatches of up to %d on %d ranks",
+                    *(size, -(-size // most), most, trainer.world.world_size),
+                )
             check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)
         self._trainer = trainer
 
@@ -92,7 +104,7 @@ class TrainerLoader(Loader):
             check_same_settings(describe_data(self), all_ranks())
             self.is_compared = True
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[Handed]:  # type: ignore[override]
         self.begin_with(self._find_next_epoch())
         if self.is_complete and not self._has_begun and self._trainer.world.is_main:
             log.warning(
@@ -110,7 +122,7 @@ class TrainerLoader(Loader):
                 return
             for _, batch in share.microbatches:
                 learn_mapping(batch)
-            yield share
+            yield self._trainer.open(share)
 
     def _find_next_epoch(self) -> int:
         """Return the first epoch that no other loader over the same data has begun."""

@@ -30,7 +30,6 @@ from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.own_buffers import FirstPass
-from paceline.train.own_loader import LoopLoader
 from paceline.train.own_optimizers import take_optimizers, unknown_error
 from paceline.train.own_step import LoopStep, check_weight, refuse_in_pass
 from paceline.train.runners.work import OwnLoop, Work
@@ -43,7 +42,7 @@ from paceline.train.whole_steps import WholeSteps, build_whole_steps
 from paceline.world import current_world
 
 
-class Loop(Training[LoopLoader]):
+class Loop(Training[LoopStep]):
     """Models in training by the user's own loop, with the same result on any number of ranks.
 
         loop = paceline.Loop(model, optimizer, layout="dp_shard=2", microbatch_size=8)
@@ -164,9 +163,6 @@ class Loop(Training[LoopLoader]):
         return replace(super()._lay_out(trial), keeps_gradients=True)
 
     # Data
-
-    def _hand_out(self, loader: TrainerLoader) -> LoopLoader:
-        return LoopLoader(self, loader)
 
     @explain_arguments
     def step(self, num_microbatches: int) -> LoopStep:
@@ -299,7 +295,7 @@ class Loop(Training[LoopLoader]):
     @explain_arguments
     def evaluate(
         self,
-        loader: LoopLoader | TrainerLoader,
+        loader: TrainerLoader[Any],
         loss: Callable[[Any, Any], Any],
         metrics: Mapping[str, Metric] | None = None,
         *,
@@ -314,8 +310,7 @@ class Loop(Training[LoopLoader]):
             forward: from (model, batch) to the output. Default: that of the loop. Several models are an
                 `nn.ModuleDict` here.
         """
-        inner = loader.inner if isinstance(loader, LoopLoader) else loader
-        return self._evaluate(inner, forward or self._forward, loss, metrics)
+        return self._evaluate(loader, forward or self._forward, loss, metrics)
 
     def whole_state(self, model: str = "model") -> dict[str, Tensor]:
         """Return a whole model like a plain one's `state_dict`, see `Trainer.whole_state`; collective."""

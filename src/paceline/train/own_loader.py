@@ -1,10 +1,10 @@
-"""Takes over a torch `DataLoader`, for a trainer or a loop, and yields the steps of a loop."""
+"""Takes over a torch `DataLoader`, for a trainer or a loop."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -18,45 +18,8 @@ from torch.utils.data import (
 
 from paceline.data.loader import Loader
 from paceline.data.sampled import Sampled, loader_error
-from paceline.train.loaders import TrainerLoader
-
-if TYPE_CHECKING:
-    from paceline.train.loop import Loop
-    from paceline.train.own_step import LoopStep
 
 log = logging.getLogger(__name__)
-
-
-class LoopLoader:
-    """An iterable over a loop's steps, one per global batch.
-
-    Attributes:
-        inner: the loader of the shares; its position is saved in the checkpoints.
-    """
-
-    def __init__(self, loop: Loop, inner: TrainerLoader) -> None:
-        self.inner = inner
-        self._loop = loop
-        if loop.world.is_main:
-            size, most = inner.global_batch_size, inner.microbatch_size
-            log.info(
-                "global batch %d = %d microbatches of up to %d on %d ranks",
-                *(size, -(-size // most), most, loop.world.world_size),
-            )
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to, from 0."""
-        return self.inner.epoch
-
-    def __len__(self) -> int:
-        """Return the number of steps in a full epoch; raise a TypeError for streams."""
-        return len(self.inner)
-
-    def __iter__(self) -> Iterator[LoopStep]:
-        for share in self.inner:
-            yield self._loop.open(share)
-        self._loop.end_step()
 
 
 def open_loader(

@@ -39,7 +39,7 @@ from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
 
-class Trainer(Training[TrainerLoader]):
+class Trainer(Training[Share]):
     """A model in training, with the same result on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments, and call
@@ -209,8 +209,8 @@ class Trainer(Training[TrainerLoader]):
         self._note_stop(self._phases.stop_signum)
         return self._end_step(share, done, lr=lr, comm_s=comm_s)
 
-    def _hand_out(self, loader: TrainerLoader) -> TrainerLoader:
-        return loader
+    def open(self, share: Share) -> Share:
+        return share
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
@@ -233,7 +233,9 @@ class Trainer(Training[TrainerLoader]):
             return self._updates["model"].runner.find_random(self._objective(), batch)
 
     @explain_arguments
-    def evaluate(self, loader: TrainerLoader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
+    def evaluate(
+        self, loader: TrainerLoader[Share], metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
         """Compute the mean loss, and other means, over all of a loader's samples; collective. One model only.
 
         Args:

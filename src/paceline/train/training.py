@@ -10,7 +10,7 @@ from dataclasses import astuple
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 from torch import Tensor, nn
 
@@ -36,9 +36,9 @@ from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.island_ranks import place_islands, refuse_own_batch
 from paceline.train.islands import Exchanged, Islands
-from paceline.train.loaders import TrainerLoader
+from paceline.train.loaders import Handed, TrainerLoader
 from paceline.train.memory import MemoryErrors
-from paceline.train.own_loader import LoopLoader, open_loader
+from paceline.train.own_loader import open_loader
 from paceline.train.own_step import refuse_in_pass
 from paceline.train.precision import Precision
 from paceline.train.recording import SkippedSteps
@@ -59,8 +59,6 @@ from paceline.train.update import Updated
 from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
-L = TypeVar("L", TrainerLoader, LoopLoader)
-
 # Microbatches per global batch if the user sets no microbatch size. The number is fixed: a size derived from
 # the number of ranks would make dropout and BatchNorm depend on that number.
 _DEFAULT_NUM_MICROBATCHES = 8
@@ -68,7 +66,7 @@ _DEFAULT_NUM_MICROBATCHES = 8
 _NOT_TAKEN = ("self", "data", "shard", "name")
 
 
-class Training(TrainedModels, Generic[L]):
+class Training(TrainedModels, Generic[Handed]):
     """Models in training, with the same result on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments.
@@ -227,7 +225,7 @@ class Training(TrainedModels, Generic[L]):
         collate: Callable[[Sequence[Any]], Any] | None = None,
         shard: Literal["loader", "mine"] = "loader",
         name: str | None = None,
-    ) -> L:
+    ) -> TrainerLoader[Handed]:
         """Build a loader of global batches, which gives each rank its share.
 
         Its position is saved in the checkpoints, under `name`. By default the name follows from the order of
@@ -267,10 +265,10 @@ class Training(TrainedModels, Generic[L]):
         if state is not None:
             self._saver.check_loader(loader)
             loader.load_state_dict(state)
-        return self._hand_out(loader)
+        return loader
 
-    def _hand_out(self, loader: TrainerLoader) -> L:
-        """Return what the user iterates over."""
+    def open(self, share: Share) -> Handed:
+        """Return what the user's loop gets of a share of a global batch."""
         raise NotImplementedError
 
     def track(self, **objects: Any) -> None:
@@ -471,7 +469,7 @@ class Training(TrainedModels, Generic[L]):
 
     def _evaluate(
         self,
-        loader: TrainerLoader,
+        loader: TrainerLoader[Any],
         forward: Callable[[Any, Any], Any],
         loss: Callable[[Any, Any], Any],
         metrics: Mapping[str, Metric] | None,
@@ -492,7 +490,7 @@ class Training(TrainedModels, Generic[L]):
 
     @explain_arguments
     def predict(
-        self, loader: TrainerLoader | LoopLoader, *, forward: Callable[[Any, Any], Any] | None = None
+        self, loader: TrainerLoader[Any], *, forward: Callable[[Any, Any], Any] | None = None
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the model's output for every sample, once and in order, on every rank; collective.
 
@@ -513,10 +511,9 @@ class Training(TrainedModels, Generic[L]):
             Stopped: as `step`.
             PacelineError: PL736 for a loader that shuffles or leaves samples out.
         """
-        inner = loader if isinstance(loader, TrainerLoader) else loader.inner
-        check_in_order(inner)
+        check_in_order(loader)
         with self._watched_pass():
-            yield from predict(self._pass(forward or self._forward), inner)
+            yield from predict(self._pass(forward or self._forward), loader)
 
     def _pass(self, forward: Callable[[Any, Any], Any]) -> Pass:
         seed = derive_seed(self._given.seed, "evaluate")

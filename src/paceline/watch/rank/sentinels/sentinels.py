@@ -74,7 +74,7 @@ class Sentinels:
         self._passes: Passes
         self._orders: Orders
         self._files: Files
-        # Once an epoch or a checkpoint, so always on; and around steps, where torch may be going through hooks.
+        # Once an epoch or a checkpoint, so always on; and around steps, as torch may be going through hooks.
         self._end_all: list[Callable[[], None]] = []
         self._end_look: list[Callable[[], None]] = []
 
