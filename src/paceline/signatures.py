@@ -8,7 +8,7 @@ import inspect
 import numbers
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import PacelineError
@@ -184,8 +184,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in value.items())
     if origin is tuple and ... not in inner:
         return len(value) == len(inner) and all(map(_fits, value, inner))
-    # Not those of an iterator, which would be used up.
-    return not hasattr(value, "__len__") or len(inner) != 1 or all(_fits(each, inner[0]) for each in value)
+    # Not those of an iterator, which would be used up, or of a loader.
+    return (
+        not isinstance(value, Collection) or len(inner) != 1 or all(_fits(each, inner[0]) for each in value)
+    )
 
 
 def _describe(hint: Any) -> str:

@@ -70,8 +70,8 @@ MODEL = nn.Linear(6, 2)
         ("PL400", MODEL, None, {"means": "accuracy"}, "means="),
         ("PL400", MODEL, None, {"means": None}, "means="),
         ("PL400", MODEL, None, {"weight": 3}, "weight="),
-        ("PL400", MODEL, None, {"microbatch_size": 2.5}, "whole number"),
-        ("PL110", MODEL, None, {"layout": None}, "layout"),
+        ("PL400", MODEL, None, {"microbatch_size": 2.5}, "microbatch_size"),
+        ("PL400", MODEL, None, {"layout": None}, "layout"),
         ("PL400", MODEL, None, {"microbatch_size": 0}, "microbatch_size"),
         ("PL400", MODEL, None, {"reduction": "exactly"}, "reduction"),
         ("PL929", MODEL, None, {"gradient_accumulation_steps": 4}, "Loop("),
@@ -190,7 +190,7 @@ def test_order_of_calls() -> None:
             square(model(batch[0]), batch).backward()
             refused("PL643", lambda: step.backward(square(model(batch[0]), batch)), "same microbatch")  # noqa: B023
         for norm in (-1.0, float("nan"), None, model.parameters()):
-            refused("PL400", lambda: step.clip_grad_norm_(norm), "largest norm")  # noqa: B023
+            refused("PL400", lambda: step.clip_grad_norm_(norm), "max_norm")  # noqa: B023
         optimizer.step()
         loop.end_step()
         refused("PL649", lambda: iter(step), "has ended")
@@ -264,7 +264,7 @@ def test_a_weight_that_is_none() -> None:
         step = next(iter(loop.loader(DATA, global_batch_size=8, epochs=1)))
         refused("PL400", lambda: next(iter(step)), "weight= returned -1")
         refused("PL400", lambda: loop.step(4), "weight=")
-        refused("PL400", lambda: loop.step(2.5), "whole number")  # type: ignore[arg-type]
+        refused("PL400", lambda: loop.step(2.5), "num_microbatches")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("leaves", ["break", "raise"])

@@ -189,7 +189,7 @@ class Training(TrainedModels, Generic[Handed]):
         )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
-        self._last_loss = math.nan
+        self._last_loss, self._stop_signum = math.nan, 0
         self._best: Best | None = None
         self._source: Loader | None = None
         self._settings = StepSettings(
@@ -197,7 +197,6 @@ class Training(TrainedModels, Generic[Handed]):
         )
         self._raw_batches = RawBatches(self._dp, self.world.device)
         self._requests = StopRequests()
-        self._stop_signum = 0
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 
     @property
@@ -411,7 +410,9 @@ class Training(TrainedModels, Generic[Handed]):
     ) -> Step:
         """Move the data's position behind a step, and record it."""
         if self._islands is not None:
-            values = {**(values or {}), **self._end_period(is_last=self._count_steps() == self.step_number)}
+            is_last = self._count_steps() == self.step_number
+            found = self._islands.end_step(self.step_number, self._requests.signum, is_last=is_last)
+            values = {**(values or {}), **self._take_exchanged(found)}
         update_averages(self.averages, done)
         if share.source is not None:
             share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
@@ -441,13 +442,10 @@ class Training(TrainedModels, Generic[Handed]):
         if self._islands is None or not self._islands.is_split:
             self._stop_signum = self._stop_signum or signum
 
-    def _end_period(self, *, is_last: bool) -> dict[str, float]:
-        """Exchange with other islands if a period ends; return what the metrics get of it; collective."""
-        assert self._islands is not None
-        found = self._islands.end_step(self.step_number, self._requests.signum, is_last=is_last)
-        return {} if found is None else self._take_exchanged(found)
-
-    def _take_exchanged(self, found: Exchanged) -> dict[str, float]:
+    def _take_exchanged(self, found: Exchanged | None) -> dict[str, float]:
+        """Return what the metrics get of an exchange with other islands, if there was one."""
+        if found is None:
+            return {}
         self._stop_signum = self._stop_signum or found.stop_signum
         return {"islands_loss": found.loss}
 
