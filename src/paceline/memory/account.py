@@ -43,7 +43,7 @@ KINDS: dict[Kind, str] = {
     "loader workers": "loader workers",
     "other processes": "other processes under the same limit",
     "base": "Python and libraries at the start",
-    "freed": "freed, and kept by the C library in pieces",
+    "freed": "freed, and kept by the allocator (empty_cache returns it)",
     "rest": "not accounted for: temporary results, Python objects, buffers of libraries",
 }
 """The kinds of memory, in the order in which they are listed, with their names."""
@@ -192,7 +192,6 @@ class Account:
         steps: those that fitted.
         progress: where the model was.
         model: facts on it.
-        keeps_pieces: whether the C library keeps freed memory, as glibc does unless it is set up otherwise.
         peers: anonymous bytes of the node's other ranks.
         num_workers: this rank's child processes.
         num_ranks: the world's size.
@@ -213,7 +212,6 @@ class Account:
     steps: Steps = field(default_factory=Steps)
     progress: Progress = field(default_factory=Progress)
     model: ModelState = field(default_factory=ModelState)
-    keeps_pieces: bool = False
     peers: tuple[int, ...] = ()
     num_workers: int = 0
     num_ranks: int = 1

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from paceline.memory.account import Account
 from paceline.memory.causes import Cause, find_cause, is_alone
-from paceline.memory.limits import MAPPED, MAPPED_FROM
 from paceline.memory.need import Need, estimate_need
 
 # An estimate must leave this part of the limit free.
@@ -44,7 +43,7 @@ class Remedy:
 
     Attributes:
         name: of the setting: `microbatch`, `recompute`, `dp_shard`, `tp`, `offload`, `bf16`, `release`,
-            `no_grad`, `workers`, `map`.
+            `no_grad`, `workers`.
         words: what to do.
         saves: bytes.
         fits: whether it alone would have been enough.
@@ -95,18 +94,11 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
     elif not is_leak:
         found += _shrink(account, settings, room, cause)
     found += _divide(account, settings)
-    if need.pieces and not is_leak:
-        words = f"{MAPPED}={MAPPED_FROM} in the environment: freed memory then goes back at once"
-        found.append(("map", words, need.without_pieces()))
     remedies = []
     for name, words, after in found:
         if now - after.total <= _LEAST * now:
             continue
-        mapped = after.without_pieces()
-        if after.most > room >= mapped.most and name != "map":
-            after = mapped
-            words += f", with {MAPPED}={MAPPED_FROM} in the environment"
-        remedies.append(Remedy(name, words, now - after.total, after.most <= room, after.least, after.most))
+        remedies.append(Remedy(name, words, now - after.total, after.most <= room, after.total, after.most))
     # What should not be there comes first, whether or not it is enough.
     first = ("release", "no_grad", "workers")
     return sorted(remedies, key=lambda one: (one.name not in first, not one.fits, -one.saves))
@@ -126,8 +118,7 @@ def _release(account: Account, cause: Cause, need: Need) -> _Found:
             what = f"do not keep {holder.variable} whole, or keep it on disk"
         else:
             continue
-        # What is kept between what goes is the cause of pieces.
-        less = replace(need, other=max(0, need.other - holder.num_bytes), pieces=0)
+        less = replace(need, other=max(0, need.other - holder.num_bytes))
         found.append(("release", f"{what} ({holder.place})", less))
     if workers := account.get("loader workers"):
         half = max(1, account.num_workers // 2)

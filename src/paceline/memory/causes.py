@@ -44,7 +44,7 @@ def find_cause(account: Account) -> Cause:
         "request": account.get("request"),
         "loader workers": account.get("loader workers"),
         "other processes": account.get("other processes"),
-        # What is freed and kept by the allocator is part of it, so it must be more than all else.
+        # What the allocator has freed and keeps is part of it, so it must be more than all else.
         "rest": account.get("rest", "freed", "other tensors") // 2,
     }
     cause = max(sizes, key=lambda name: sizes[name])

@@ -6,7 +6,6 @@ anonymous and shared memory fill its cgroup (version 1 or 2) or its machine.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 from contextlib import suppress
@@ -15,10 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 LimitKind = Literal["cgroup", "machine", "address space", "device"]
-MAPPED = "MALLOC_MMAP_THRESHOLD_"
-"""The environment variable by which glibc maps every block above a size on its own."""
-MAPPED_FROM = 1_000_000
-"""A suitable size, in bytes."""
 _PAGE = resource.getpagesize()
 _MOUNT = Path("/sys/fs/cgroup")
 # Version 1 writes the largest number that it knows for "no limit".
@@ -181,33 +176,6 @@ def count_private(pid: int) -> int:
                 return int(value.split()[0]) * 1024
     memory = read_process(pid)
     return 0 if memory is None else memory.anonymous
-
-
-_MALLOC_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
-class _MallocInfo(ctypes.Structure):
-    """The result of `mallinfo2(3)`."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC_FIELDS.split())
-
-
-def read_freed() -> int:
-    """Return the bytes that this process has freed and the C library keeps; 0 if unknown."""
-    with suppress(OSError, AttributeError):  # before glibc 2.33, or another C library
-        inquire = ctypes.CDLL(None).mallinfo2
-        inquire.restype = _MallocInfo
-        return int(inquire().fordblks)
-    return 0
-
-
-def keeps_pieces() -> bool:
-    """Return whether the C library is glibc, and decides by itself which blocks come from its heap."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018
-        settings = os.environ.get("GLIBC_TUNABLES", "")
-        return MAPPED not in os.environ and "glibc.malloc.mmap_threshold" not in settings
-    return False
 
 
 def list_children(pid: int) -> list[int]:

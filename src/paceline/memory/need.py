@@ -18,7 +18,7 @@ _LEAST_REACHED = 0.02
 _COPIES, _MOST_COPIES = 4, 6
 # Gradients of activations and passing results, beside what was saved: measured, up to this part of it; and
 # with the pieces between them that glibc keeps (benchmarks/memory).
-_PASSING, _PASSING_IN_PIECES = 0.25, 0.75
+_PASSING, _PASSING_ON_CPU = 0.25, 0.75
 # glibc maps larger blocks on their own.
 _LARGEST_IN_HEAP = 32 << 20
 
@@ -31,38 +31,25 @@ class Need:
         activations: at the peak.
         state: parameters, gradients and optimizer state.
         other: all else.
-        pieces: freed memory that the C library keeps.
         passing: the part of the activations by which the need may be higher.
         spread: by how much it may be for another reason.
-        kept: by how much if glibc keeps what comes and goes between what stays.
     """
 
     activations: int
     state: int
     other: int
-    pieces: int = 0
     passing: float = _PASSING
     spread: int = 0
-    kept: int = 0
 
     @property
     def total(self) -> int:
         """The peak."""
-        return self.activations + self.state + self.other + self.pieces
-
-    @property
-    def least(self) -> int:
-        """The lower end of the estimate: all freed memory is used again."""
-        return self.total - self.pieces
+        return self.activations + self.state + self.other
 
     @property
     def most(self) -> int:
         """The upper end of the estimate."""
-        return self.total + int(self.activations * self.passing) + self.spread + self.kept
-
-    def without_pieces(self) -> Need:
-        """Return the need if freed memory goes back at once."""
-        return replace(self, pieces=0, passing=min(self.passing, _PASSING), kept=0)
+        return self.total + int(self.activations * self.passing) + self.spread
 
     def shrink(self, share: float) -> Need:
         """Return the need with this share of the activations."""
@@ -79,25 +66,24 @@ def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False
     """
     model, activations = account.model, _estimate_saved(account)
     is_training = not account.progress.is_evaluating
+    is_on_cpu = account.limit_kind != "device"
     gradients = max(account.get("gradients"), model.trained if is_training else 0)
     optimizer = max(account.get("optimizer"), model.expected_state if is_training else 0)
     held = gradients if accumulates else account.get("gradients")
     fixed = account.get(*_STATE) + optimizer
-    spread = kept = 0
+    spread = 0
     if ranks > 1:
         fixed, gradients, held = (size // ranks for size in (fixed, gradients, held))
         fixed += _COPIES * model.largest_module
         spread = (_MOST_COPIES - _COPIES) * model.largest_module
-        # Whole modules come and go between the shards, which stay.
-        is_in_heap = account.keeps_pieces and model.largest_module < _LARGEST_IN_HEAP
-        kept = 2 * account.get("parameters") if is_in_heap else 0
+        if is_on_cpu and model.largest_module < _LARGEST_IN_HEAP:
+            # Whole modules come and go between the shards, which stay.
+            spread += 2 * account.get("parameters")
     # Gradients appear while activations go.
     state = fixed + max(held, gradients - activations)
-    pieces = account.get("freed") if account.keeps_pieces else 0
     known = account.get(*_STATE, "activations", "request", "gradients", "optimizer")
-    other = max(0, account.total - known - pieces)
-    passing = _PASSING_IN_PIECES if account.keeps_pieces else _PASSING
-    return Need(activations, state, other, pieces, passing, spread, kept)
+    other = max(0, account.total - known)
+    return Need(activations, state, other, _PASSING_ON_CPU if is_on_cpu else _PASSING, spread)
 
 
 def _estimate_saved(account: Account) -> int:

@@ -40,9 +40,7 @@ from paceline.memory.holders import Variable, count_bytes, find_held
 from paceline.memory.limits import (
     Use,
     count_private,
-    keeps_pieces,
     list_children,
-    read_freed,
     read_process,
 )
 from paceline.memory.modules import OUTSIDE, Anchor, Neighbours, find_models
@@ -142,7 +140,6 @@ class MemoryWalk:
             progress=describe_progress(
                 self._frames, self._running, self._models, self._graph, self._forwards
             ),
-            keeps_pieces=self._device == "cpu" and keeps_pieces(),
             model=describe_model(self._models, self._objects.optimizers, self._graph, self._totals),
             peers=tuple(peers.values()),
             num_workers=len(workers),
@@ -339,17 +336,16 @@ class MemoryWalk:
         tensors = sum(kinds.values())
         if self._device != "cpu":
             with suppress(Exception):
-                total = int(getattr(self._torch, self._device).memory_reserved())
-                kinds["rest"] = max(0, total - tensors)
+                device = getattr(self._torch, self._device)
+                total, held = int(device.memory_reserved()), int(device.memory_allocated())
+                kinds["freed"], kinds["rest"] = max(0, total - held), max(0, held - tensors)
                 kinds["request"] = request
                 return max(total, tensors) + request
         memory = read_process()
         anonymous = tensors if memory is None else memory.anonymous + memory.shared
         rest = max(0, anonymous - tensors)
         base = min(rest, STEPS.base.anonymous)
-        freed = min(rest - base, read_freed())
-        kinds["base"], kinds["freed"], kinds["request"] = base, freed, request
-        kinds["rest"] = rest - base - freed
+        kinds["base"], kinds["rest"], kinds["request"] = base, rest - base, request
         return max(anonymous, tensors) + request
 
     def _add_processes(
