@@ -160,35 +160,16 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def expand_hosts(hosts: str) -> list[str]:
-    """Expand a SLURM node list: `"a[0-2,5],b-01"` gives a0, a1, a2, a5, b-01.
-
-    Leading zeros are kept (`"n[08-10]"` gives n08, n09, n10), and several brackets multiply.
+def find_first_host(hosts: str) -> str:
+    """Return the first host of a SLURM node list: a08 of `"a[08-10,12],b-01"`.
 
     Raises:
-        PacelineError: PL304 for unbalanced brackets or an invalid range.
+        PacelineError: PL304 for a list without one.
     """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
-    if not parts or ",".join(parts) != hosts:
+    first = re.match(r"(?:[^,\[\]]|\[\d+[\d,-]*\])+(?=,|$)", hosts)
+    if first is None:
         raise _bad_list(hosts)
-    return [host for part in parts for host in _expand_one(part, hosts)]
-
-
-def _expand_one(part: str, whole: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", part)
-    if match is None:
-        return [part]
-    numbers: list[str] = []
-    for piece in match[1].split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
-        if found is None:
-            raise _bad_list(whole)
-        low, high = found[1], found[2] or found[1]
-        if int(high) < int(low) or int(high) - int(low) > 100_000:
-            raise _bad_list(whole)
-        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    rest = _expand_one(part[match.end() :], whole) if match.end() < len(part) else [""]
-    return [part[: match.start()] + number + tail for number in numbers for tail in rest]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 # ---- one function per launcher
@@ -247,8 +228,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankPlace:
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if hosts is None and "MASTER_ADDR" not in env:
         raise _half_set(env, (*needed, "SLURM_STEP_NODELIST"), "srun")
-    names = expand_hosts(hosts) if hosts else []
-    per_node = _tasks_per_node(env, world_size, len(names) or 1)
+    num_nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
+    per_node = _tasks_per_node(env, world_size, num_nodes)
     job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
     return RankPlace(
         launcher="slurm",
@@ -258,7 +239,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankPlace:
         local_world_size=per_node[node_rank] if node_rank < len(per_node) else 0,
         node_rank=node_rank,
         num_nodes=len(per_node),
-        master_addr=env.get("MASTER_ADDR") or names[0],
+        master_addr=env.get("MASTER_ADDR") or find_first_host(hosts or ""),
         master_port=_port(env) or _derived_port(f"slurm {job}.{step}"),
         cores_per_rank=_number(env, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in env else None,
     )
