@@ -61,51 +61,6 @@ def test_words_that_only_look_alike_do_not(tmp_path: Path) -> None:
     assert "torch._dynamo" not in choose_modules(write(tmp_path, text))
 
 
-def test_parts_of_torch_that_are_imported(tmp_path: Path) -> None:
-    text = (
-        "import torch.nn.functional as F\nfrom torch.utils.data import DataLoader\nimport torchvision, os\n"
-        "def late():\n    from torch import nn\n    from torch.cuda import *\n"
-    )
-    names = choose_modules(write(tmp_path, text))
-    wanted = {"torch.nn.functional", "torch.utils.data", "torch.nn", "torch.cuda"}
-    assert wanted <= set(names)
-    assert all(name == "torch" or name.startswith("torch.") for name in names)
-    assert names == sorted(names), "a package comes before its parts"
-
-
-@pytest.mark.parametrize("how", ["import nets", "from nets import Net", "def f():\n    import nets\n"])
-@pytest.mark.parametrize("where", ["nets.py", "nets/__init__.py"])
-def test_modules_beside_the_script_are_followed(how: str, where: str, tmp_path: Path) -> None:
-    write(tmp_path, "import torch.fft\nfrom torch import optim\n", where)
-    names = choose_modules(write(tmp_path, how))
-    assert "torch.fft" in names
-    assert "torch._dynamo" in names
-
-
-def test_they_are_followed_further(tmp_path: Path) -> None:
-    write(tmp_path, "from . import layers\nfrom .deep import more\nimport train\n", "nets/__init__.py")
-    write(tmp_path, "import torch.fft\n", "nets/layers.py")
-    write(tmp_path, "import torch.special\n", "nets/deep/more.py")
-    write(tmp_path, "", "nets/deep/__init__.py")
-    names = choose_modules(write(tmp_path, "import nets\nimport train\n"))
-    assert {"torch.fft", "torch.special"} <= set(names)
-
-
-def test_a_package_that_names_itself_in_full_is_followed(tmp_path: Path) -> None:
-    """`from nets.layers import ...` within nets is found from the script's folder, as Python finds it."""
-    write(tmp_path, "from nets.layers import Block\n", "nets/__init__.py")
-    write(tmp_path, "from torch import optim\n", "nets/layers.py")
-    assert "torch._dynamo" in choose_modules(write(tmp_path, "import nets\n"))
-
-
-def test_the_own_package_of_a_module_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "", "pack/__init__.py")
-    write(tmp_path, "from pack.layers import Block\n", "pack/train.py")
-    write(tmp_path, "from torch import optim\n", "pack/layers.py")
-    assert "torch._dynamo" in choose_modules(Script("pack.train", is_module=True))
-
-
 @pytest.mark.parametrize(
     "setting",
     [
@@ -119,21 +74,7 @@ def test_a_script_that_sets_up_dynamo_imports_it_itself(
 ) -> None:
     # torch._dynamo sets it where it is not set, and another test may have imported that.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    text = (
-        f"import os\n{setting}\nfrom torch import optim\n"
-        "import torch._dynamo.config, torch._inductor.config\n"
-        "import torch.distributed.fsdp, torch.nn.parallel\n"
-    )
-    names = choose_modules(write(tmp_path, text))
-    assert not [name for name in names if name.startswith(("torch._dynamo", "torch._inductor"))]
-    assert "torch.distributed.fsdp" not in names
-    assert {"torch", "torch.distributed", "torch.optim", "torch.nn.parallel"} <= set(names)
-
-
-def test_so_does_one_whose_module_sets_it_up(tmp_path: Path) -> None:
-    write(tmp_path, 'import os\nos.environ["TORCHDYNAMO_VERBOSE"] = "1"\n', "settings.py")
-    names = choose_modules(write(tmp_path, "import settings\nfrom torch import optim\n"))
-    assert "torch._dynamo" not in names
+    assert choose_modules(write(tmp_path, f"import os\n{setting}\nfrom torch import optim\n"))[2:] == []
 
 
 @pytest.mark.parametrize("text", ["import torch.nn\nprint 'old'\n", "\0", "import torch.nn\n\xff"])
@@ -151,9 +92,9 @@ def test_missing_files_are_harmless(script: Script) -> None:
 
 
 def test_a_folder_with_a_main(tmp_path: Path) -> None:
-    write(tmp_path, 'import os, torch.fft\nos.environ["MKL_NUM_THREADS"] = "1"\n', "app/__main__.py")
+    write(tmp_path, 'import os, torch.optim\nos.environ["MKL_NUM_THREADS"] = "1"\n', "app/__main__.py")
     script = Script(str(tmp_path / "app"))
-    assert "torch.fft" in choose_modules(script)
+    assert "torch._dynamo" in choose_modules(script)
     assert find_settings(script) == ["MKL_NUM_THREADS"]
 
 
@@ -196,19 +137,6 @@ def test_taking_one_away_is_setting_it(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        'os.environ["OMP_NUM_THREADS"] = "2"',
-        'os.environ.update({"OMP_NUM_THREADS": "2"})',
-        'os.environ.setdefault("OMP_NUM_THREADS", "7")',
-        'os.environ.pop("MKL_NUM_THREADS", None)',
-    ],
-)
-def test_what_changes_nothing_is_ignored(line: str, tmp_path: Path) -> None:
-    assert find_settings(write(tmp_path, f"import os\n{line}\n")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
         'os.environ["MASTER_ADDR"] = "localhost"',
         'os.environ["CUDA_VISIBLE_DEVICES"] = "0"',
         'print(os.environ["MKL_NUM_THREADS"], os.environ.get("MKL_NUM_THREADS"))',
@@ -242,10 +170,10 @@ def test_settings_of_a_module(place: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_module_elsewhere_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    write(tmp_path, "import os, torch.fft\nos.environ['MKL_NUM_THREADS'] = '1'\n", "site/far_tool.py")
+    write(tmp_path, "import os, torch.optim\nos.environ['MKL_NUM_THREADS'] = '1'\n", "site/far_tool.py")
     script = Script("far_tool", is_module=True)
     assert find_settings(script) == ["MKL_NUM_THREADS"]
-    assert "torch.fft" in choose_modules(script)
+    assert "torch._dynamo" in choose_modules(script)
 
 
 # ---- modules of the standard library that the script has its own of

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,135 +12,45 @@ from paceline.launching.rank.script import Script, list_sources
 from paceline.launching.warm.import_environment import PREFIXES_READ_AT_IMPORT, READ_AT_IMPORT
 from paceline.launching.warm.warm import REAPPLIED
 
-# Every script needs these. Other packages are chosen by the script's text, because each costs a second.
-_ALWAYS = ("torch", "torch.distributed")
 # The first optimizer imports torch._dynamo, and so does the first module under DDP or FSDP.
 _USES_DYNAMO = re.compile(r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|accelerat|lightning")
 _DYNAMO = "torch._dynamo"
-_NEED_DYNAMO = (_DYNAMO, "torch._inductor", "torch.distributed.fsdp", "torch.distributed._composable")
 # Packages that torch._dynamo imports.
 _OF_TORCH = {"numpy", "sympy", "mpmath", "tqdm", "typing_extensions", "torchgen", "jinja2", "networkx"}
-_MOST_SOURCES = 200
+# Ways to change a variable; the last part of each has its name.
+_CHANGES = re.compile(
+    r"environ\[([^\]]*)\]\s*=[^=]|del\s[^\n]*environ\[([^\]]*)\]"
+    r"|(?:environ\.(?:setdefault|update|pop)|putenv|unsetenv)\(([^)]*[^\n]*)"
+)
+
+
+def _read_text(script: Script) -> str:
+    """Return the script's text; empty if there is none, which running it will report."""
+    with suppress(OSError, ValueError, StopIteration):
+        return next(list_sources(script)).read_text(encoding="utf-8")
+    return ""
+
+
+def _list_changed(text: str) -> set[str]:
+    """Return the names of variables that a script changes, as far as its text shows them."""
+    return {word for found in _CHANGES.findall(text) for part in found for word in re.findall(r"\w+", part)}
 
 
 def choose_modules(script: Script) -> list[str]:
-    """Return the parts of torch that the script's text and the modules beside it name."""
-    names = set(_ALWAYS)
-    uses_dynamo = sets_dynamo = False
-    for text, tree in _read_sources(script):
-        for node in ast.walk(tree):
-            names.update(name for name in _imported(node) if name.startswith("torch."))
-        uses_dynamo |= bool(_USES_DYNAMO.search(text))
-        sets_dynamo |= any(name in READ_AT_IMPORT[_DYNAMO] for name, _ in _assigned(tree))
-    if uses_dynamo and not sets_dynamo:
-        names.add(_DYNAMO)
-    elif sets_dynamo:
-        names = {name for name in names if not name.startswith(_NEED_DYNAMO)}
-    # Sorted by name, a package comes before its modules.
-    return sorted(names)
-
-
-def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
-    """Read the script and, from there, the modules beside it that it imports."""
-    waiting = list(list_sources(script))
-    # A package may name its own modules in full.
-    root = _folder_of(script)
-    seen: set[Path] = set()
-    while waiting and len(seen) < _MOST_SOURCES:
-        path = waiting.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-            tree = ast.parse(text)
-        except (OSError, ValueError, SyntaxError):  # running it will report the error
-            continue
-        yield text, tree
-        for node in ast.walk(tree):
-            for name in _imported(node):
-                for folder in {path.parent, root}:
-                    beside = folder.joinpath(*name.split("."))
-                    waiting += [p for p in (beside.with_suffix(".py"), beside / "__init__.py") if p.is_file()]
-
-
-def _imported(node: ast.AST) -> Iterator[str]:
-    """Return names that may be modules: of `from a.b import c` both a.b and a.b.c."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if base:
-            yield base
-        yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names if alias.name != "*")
+    """Return the parts of torch to import ahead, each of which costs a second: those that its text needs."""
+    text = _read_text(script)
+    needs = _USES_DYNAMO.search(text) and not _list_changed(text) & READ_AT_IMPORT[_DYNAMO]
+    return ["torch", "torch.distributed", *[_DYNAMO] * bool(needs)]
 
 
 def find_settings(script: Script) -> list[str]:
-    """Return variables that the script sets to a new value, and that torch or numpy read at import."""
-    path = next(list_sources(script), None)
-    if path is None:
-        return []
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return []
-    matters = (READ_AT_IMPORT["numpy"] | READ_AT_IMPORT["torch"]) - set(REAPPLIED)
-    return sorted(
-        {
-            name
-            for name, value in _assigned(tree)
-            if (name in matters or name.startswith(PREFIXES_READ_AT_IMPORT))
-            and (value is None or value != os.environ.get(name))
-        }
-    )
+    """Return variables that the script changes, and that torch or numpy read at import.
 
-
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of variables that are set, and their values if these are known.
-
-    In `os.environ["X"] = ...`, in its `setdefault`, `update` and `pop`, in `os.putenv`.
+    Those that its text does not show are noticed when it imports torch (`warm.py`).
     """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Subscript) and "environ" in ast.unparse(target.value):
-                    yield from _pair(target.slice, node.value)
-        elif isinstance(node, ast.Delete):
-            for target in node.targets:
-                if isinstance(target, ast.Subscript) and "environ" in ast.unparse(target.value):
-                    yield from _pair(target.slice, None)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield from _assigned_by(node, ast.unparse(node.func))
-
-
-def _assigned_by(call: ast.Call, name: str) -> Iterator[tuple[str, str | None]]:
-    first = call.args[0] if call.args else None
-    second = call.args[1] if len(call.args) > 1 else None
-    if name in ("os.putenv", "os.unsetenv") and first is not None:
-        yield from _pair(first, None)
-    elif "environ" in name and name.endswith((".setdefault", ".pop", ".update")):
-        for keyword in call.keywords:
-            yield from _pair(ast.Constant(keyword.arg), keyword.value)
-        if isinstance(first, ast.Dict):
-            for key, value in zip(first.keys, first.values, strict=True):
-                yield from _pair(key, value)
-        elif first is not None and name.endswith(".setdefault"):
-            # setdefault changes nothing if the variable is set.
-            if isinstance(first, ast.Constant) and str(first.value) not in os.environ:
-                yield from _pair(first, second)
-        elif first is not None and not (
-            # Removing a variable that is not set changes nothing.
-            name.endswith(".pop") and isinstance(first, ast.Constant) and str(first.value) not in os.environ
-        ):
-            yield from _pair(first, None)
-
-
-def _pair(name: ast.AST | None, value: ast.AST | None) -> Iterator[tuple[str, str | None]]:
-    if isinstance(name, ast.Constant) and isinstance(name.value, str):
-        yield (
-            name.value,
-            value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None,
-        )
+    matters = (READ_AT_IMPORT["numpy"] | READ_AT_IMPORT["torch"]) - set(REAPPLIED)
+    changed = _list_changed(_read_text(script))
+    return sorted(n for n in changed if n in matters or n.startswith(PREFIXES_READ_AT_IMPORT))
 
 
 def may_load_ahead(script: Script) -> bool:
