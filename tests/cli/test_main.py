@@ -29,7 +29,7 @@ from paceline.errors import PacelineError
 from paceline.launching.ending.endings import RankFailed
 from paceline.recipe import load_recipe
 
-HEAVY = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "plotext", "psutil")
+HEAVY = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "plotext", "psutil")
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -1,4 +1,4 @@
-"""Shows a run's progress: as a bar on a terminal, as an occasional line elsewhere."""
+"""Shows a run's progress by an occasional line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from paceline.recipe import Layout
 from paceline.sinks.sink import Sink, SinkRun
@@ -36,9 +32,6 @@ class ProgressPrinter:
     """A printer of a run's progress for people; a `Reporter` of `train_recipe`."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
         self._last_line_s = 0.0
 
     def begin(
@@ -49,40 +42,28 @@ class ProgressPrinter:
         kind = world.device.type
         if layout != Layout(dp_replicate=world.world_size):
             kind += f", {layout}"
-        self._console.print(
-            f"{format_count(num_parameters)} parameters on {ranks} ({kind}), {num_steps} steps"
-        )
-        if self._console.is_terminal:
-            columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
-            self._bar.start()
+        _print(f"{format_count(num_parameters)} parameters on {ranks} ({kind}), {num_steps} steps")
 
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
         """Show a step."""
+        now_s = time.monotonic()
+        if step.number != num_steps and now_s - self._last_line_s < _LINE_EVERY_S:
+            return
+        self._last_line_s = now_s
         unit = "tokens" if tokens_per_sample else "samples"
         rate = step.num_samples * (tokens_per_sample or 1) / max(step.step_s, 1e-9)
-        text = (
+        _print(
             f"step {step.number}/{num_steps}  loss {step.loss:.4f}  grad {step.grad_norm:.3f}  "
             f"lr {step.lr:.2e}  {format_count(rate)} {unit}/s"
         )
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step.number, description=text)
-            return
-        now_s = time.monotonic()
-        if step.number == num_steps or now_s - self._last_line_s > _LINE_EVERY_S:
-            self._last_line_s = now_s
-            print(text, file=sys.stderr, flush=True)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Show an evaluation on the validation data."""
-        self._console.print(f"step {step}: validation {evaluation}")
+        _print(f"step {step}: validation {evaluation}")
 
-    def close(self) -> None:
-        """Restore the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class ProgressSink(Sink):
@@ -110,8 +91,8 @@ class ProgressSink(Sink):
         if self._num_steps and num_taken and not is_last:
             left_s = (wall_s - self._began_s) / num_taken * (self._num_steps - number)
             text += f"  {format_seconds(left_s)} left"
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
 
     def evaluation(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-        print(f"step {number}: validation {shown}", file=sys.stderr, flush=True)
+        _print(f"step {number}: validation {shown}")

@@ -190,13 +190,8 @@ def train_on_rank(
             )
         except Stopped as stopped:
             if world.is_main:
-                if progress is not None:
-                    progress.close()
                 print(f"{stopped}. The same command continues from there.", file=sys.stderr, flush=True)
             raise
-        finally:
-            if progress is not None:
-                progress.close()
     return None if summary is None else asdict(summary)
 
 
