@@ -95,9 +95,11 @@ def list_parts(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
     yield Part(
         "killed and resumed", 90, (train("a", *steps), train("a", *steps), train("b", *steps), *hashes)
     )
-    after, count = ("1", "2") if args.tiny else ("15", "5")
-    profiled = (*train("profiled", *short), "--profile", str(folder / "profile"))
-    profiled += ("--profile-after", after, "--profile-steps", count)
+    first, count = ("3", "2") if args.tiny else ("17", "5")
+    profile = ("profile", "--out", str(folder / "profile"), "--from", first, "--steps", count)
+    words = train("profiled", *short)
+    at = words.index("--nproc")
+    profiled = (python, "-m", "paceline", *profile, *words[1:at], *words[at + 2 :])
     read = (python, "-m", "paceline", "profile", "read", str(folder / "profile"), "--json")
     yield Part("profile", 60, (profiled, read))
     if args.ranks > 1:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.profiling.intervals import intersect
 from paceline.profiling.trace import BACKWARD, DATA, FORWARD, OPTIMIZER, RankTrace
+from tests.profiling.timelines import intersect
 
 BASE_NS = 1_790_000_000_000_000_000
 LOOP, POOL, STREAM, NCCL = 10, 11, 7, 20

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
-
-import numpy as np
 
 from paceline.profiling.intervals import as_spans, unite
 from paceline.profiling.trace import (
@@ -87,8 +85,6 @@ def run(
     network: Network | None = None,
     seed: int = 0,
     is_loader_inline: bool = True,
-    cpu_ns: int = 0,
-    cores: float = 0.0,
 ) -> list[RankTrace]:
     """Return the traces of all ranks."""
     network = network or Network()
@@ -112,8 +108,6 @@ def run(
                 for place, ((at, issue), end) in enumerate(zip(rank.issues, ends, strict=True))
             ),
             is_loader_inline=is_loader_inline,
-            cpu_ns=cpu_ns,
-            cores=cores,
             samples=as_spans((at, 0) for at in range(0, rank.now, MS)),
             places=(CodePlace("train.py", 9, "main"),),
         )
@@ -173,13 +167,3 @@ def take_step(
         Busy(OPTIMIZER, 2 * MS),
         *after,
     ]
-
-
-def mean_step(traces: Sequence[RankTrace]) -> float:
-    """Return the mean duration of a step."""
-    return float(np.mean([step.end_ns - step.begin_ns for trace in traces for step in trace.steps]))
-
-
-def change(traces: Sequence[RankTrace], **fields: object) -> list[RankTrace]:
-    """Return the traces with fields changed on all ranks."""
-    return [replace(trace, **fields) for trace in traces]  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.cli.profile_report import describe_profile
 from paceline.errors import PacelineError
 from paceline.profiling.analysis import RankStep, analyse
-from paceline.profiling.intervals import Coverage, as_spans, clip, intersect, measure, subtract, unite
+from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
 from paceline.profiling.judge import judge_profile
 from paceline.profiling.matching import bound_offset, match_collectives
 from paceline.profiling.trace import BACKWARD, DATA, FORWARD, HOST, PHASES, RankTrace, TracedCollective
@@ -33,9 +33,7 @@ def test_sets_of_instants(
     for spans, expected in (
         (a, instants(left)),
         (unite(a, b), instants(left) | instants(right)),
-        (intersect(a, b), instants(left) & instants(right)),
         (subtract(a, b), instants(left) - instants(right)),
-        (clip(a, begin, max(begin, end)), instants(left) & set(range(begin, end))),
     ):
         assert instants(spans) == expected
         assert measure(spans) == len(expected)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from paceline.memory.steps import StepMemory
-from paceline.profiling.intervals import clip
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
 from paceline.profiling.trace import BACKWARD, FORWARD, OPTIMIZER
+from tests.profiling.timelines import clip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -11,12 +11,11 @@ import pytest
 
 from paceline.cli.profile_report import describe_profile
 from paceline.errors import PacelineError
-from paceline.profiling.advice.all import find_advice
 from paceline.profiling.analysis import analyse
 from paceline.profiling.intervals import Spans
 from paceline.profiling.judge import judge_profile
 from paceline.profiling.read import align
-from paceline.profiling.trace import RankTrace, TracedStep
+from paceline.profiling.trace import CORE, FORWARD, RankTrace, TracedStep
 from tests.profiling.programs import Action, run, take_step
 from tests.profiling.timelines import MS, simulate
 
@@ -24,7 +23,7 @@ from tests.profiling.timelines import MS, simulate
 def report(traces: Sequence[RankTrace]) -> str:
     traces = align(traces)
     profile = analyse(traces)
-    return describe_profile(profile, judge_profile(profile, find_advice(traces, profile)))
+    return describe_profile(profile, judge_profile(profile))
 
 
 def test_one_rank_has_nobody_to_wait_for() -> None:
@@ -78,3 +77,33 @@ def test_a_clock_that_was_set_is_one_message(by_ns: int) -> None:
     )
     with pytest.raises(PacelineError, match=r"a machine's clock was set while it recorded.*\[PL904\]"):
         report([replace(first, host="a"), jumped])
+
+
+def slow(rank: int, number: int, random: Random) -> Sequence[Action]:
+    return take_step(random, data=60 * MS)
+
+
+def late_in_turn(rank: int, number: int, random: Random) -> Sequence[Action]:
+    late = 40 * MS if number % 2 == rank else 0
+    return take_step(random, data=MS, forward=MS + late)
+
+
+def test_a_loop_that_loads_its_batches_itself_should_have_workers() -> None:
+    text = report(run(slow))
+    assert "ranks 0 and 1: the loop waits while it loads each batch itself, for 6" in text
+    assert "Set num_workers=2 in the DataLoader" in text
+    assert "PL917" not in report(run(slow, is_loader_inline=False))
+    assert "PL917" not in report(run(late_in_turn))
+
+
+def test_equal_work_is_advised_only_where_work_differed() -> None:
+    """Ranks that are late in turn, once by their forward and once because others had the cores."""
+    profile = replace(analyse(run(late_in_turn)), blames=())
+    assert profile.usual_delay == FORWARD
+    moves = {
+        phase: next(f.fix for f in judge_profile(replace(profile, usual_delay=phase)) if f.code == "PL910")
+        for phase in (FORWARD, CORE)
+    }
+    assert "equal work" in moves[FORWARD]
+    assert "equal work" not in moves[CORE]
+    assert "fewer threads" in moves[CORE]

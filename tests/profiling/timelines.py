@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from paceline.profiling.intervals import as_spans, unite
+import numpy as np
+
+from paceline.profiling.intervals import Spans, as_spans, subtract, unite
 from paceline.profiling.trace import (
     BACKWARD,
     DATA,
@@ -18,6 +20,17 @@ from paceline.profiling.trace import (
 )
 
 LENGTH = 48
+
+
+def clip(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
+    """Return the part of disjoint spans between two instants."""
+    cut = np.clip(spans, begin_ns, end_ns)
+    return cut[cut[:, 1] > cut[:, 0]]
+
+
+def intersect(left: Spans, right: Spans) -> Spans:
+    """Return the instants that both cover."""
+    return subtract(left, subtract(left, right))
 
 
 def generate(num_ranks: int, seed: int) -> list[RankTrace]:

@@ -45,8 +45,10 @@ def test_the_watch_of_gradients_changes_nothing(ranks: Pool) -> None:
 @pytest.mark.parametrize(("nproc", "layouts"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
 def test_what_looks_on_changes_nothing(tmp_path: Path, nproc: int, layouts: tuple[str, ...]) -> None:
     found = []
-    for number, flags in enumerate((["--no-watch"], ["--profile", "recorded", "--profile-after", "1"])):
-        command = paceline_run("--nproc-per-node", str(nproc), *flags, SCRIPT, *layouts)
+    program = paceline_run()[0]
+    ways = (["run", "--no-watch"], ["profile", "--out", "recorded", "--from", "3"])
+    for number, way in enumerate(ways):
+        command = [program, *way, "--nproc-per-node", str(nproc), SCRIPT, *layouts]
         with Launched(tmp_path / str(number), command) as job:
             code = job.wait(140.0)
             assert code == 0, job.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -209,12 +210,11 @@ def _format_facts(rows: Sequence[tuple[str, str, str]]) -> str:
     return "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
 
 
-def format_rows(rows: Sequence[tuple[str, ...]]) -> str:
+def format_rows(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as aligned columns; the first column to the left, numbers to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
     )
 
 

@@ -20,8 +20,6 @@ Reads traces of torch.profiler, one file per rank, and reports per step: computa
 of it is exposed, who waits for whom, and what the late rank did.
 """
 _SCRIPT = "script"
-# The first step that can be recorded: one must end before, and one passes.
-_LEAST_FROM = 3
 _TRACES = "a trace of a rank (.json or .json.gz), or a folder of such files"
 
 
@@ -111,9 +109,10 @@ def run_script(args: argparse.Namespace) -> int:
     Raises:
         PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used.
     """
+    from paceline.cli.profiling import check_steps
     from paceline.cli.run import run as run_ranks
 
-    _check_first(args.first)
+    check_steps(args.first, args.steps)
     if args.out is None and args.nnodes not in (None, "1", "1:1"):
         raise PacelineError(
             "PL905",
@@ -122,19 +121,7 @@ def run_script(args: argparse.Namespace) -> int:
             fix="Add --out DIR.",
         )
     args.profile = args.out or _find_folder()
-    args.profile_after = None if args.first is None else args.first - 2
-    args.profile_steps = args.steps
     return run_ranks(args)
-
-
-def _check_first(first: int | None) -> None:
-    if first is not None and first < _LEAST_FROM:
-        raise PacelineError(
-            "PL905",
-            saw=f"--from {first}.",
-            rule=f"The steps before it start the recording on all ranks, so it is at least {_LEAST_FROM}.",
-            fix="Leave it out.",
-        )
 
 
 def _find_folder() -> Path:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from paceline.cli.bench_report import format_rows
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
-from paceline.profiling.advice.advice import SettingAdvice
 from paceline.profiling.analysis import Profile, RankStep
-from paceline.profiling.judge import describe_phase, describe_place_of, grade_exposed, grade_overlap
+from paceline.profiling.judge import grade_exposed, grade_overlap
 from paceline.profiling.trace import HOST, PHASES
 from paceline.units import format_bytes, format_seconds
 
@@ -26,7 +26,6 @@ def describe_profile(profile: Profile, findings: Sequence[Finding]) -> str:
     """Return the report: times by rank, communication by operation, the grades, and the findings."""
     parts = [
         _describe_head(profile),
-        _describe_cause(profile),
         _tabulate_ranks(profile),
         _tabulate_traffic(profile),
     ]
@@ -36,16 +35,13 @@ def describe_profile(profile: Profile, findings: Sequence[Finding]) -> str:
     return "\n\n".join(filter(None, [*parts, "\n".join(_describe_limits(profile))]))
 
 
-def as_table(
-    profile: Profile, findings: Sequence[Finding], advice: Sequence[SettingAdvice]
-) -> dict[str, Any]:
+def as_table(profile: Profile, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return all numbers, JSON-able."""
     table = asdict(profile)
     for name in ("exposed_share", "overlap", "waiting_share", "backward_comm_share"):
         table[name] = getattr(profile, name)
     table["median_step"], table["worst_step"] = profile.median_step, profile.worst_step
     table["findings"] = [asdict(finding) for finding in findings]
-    table["advice"] = [asdict(each) for each in advice]
     return table
 
 
@@ -57,23 +53,6 @@ def _describe_head(profile: Profile) -> str:
         f"{name_ranks(profile.ranks)} of {profile.world_size}, {which}: "
         f"{_milliseconds(profile.step_ns(median))} ms per step (median), "
         f"{_milliseconds(profile.step_ns(worst))} ms in the longest, step {worst}"
-    )
-
-
-def _describe_cause(profile: Profile) -> str:
-    """Return the sentence on the most exposed rank, and on whom it waits for; empty if it waits little."""
-    rank = profile.exposed_rank
-    rows = [row for row in profile.rows if row.rank == rank]
-    blame = next((blame for blame in profile.blames if rank in blame.waiters), None)
-    if blame is None:
-        return ""
-    waiting = _mean(rows, lambda row: row.waiting_ns.get(blame.rank, 0))
-    return (
-        f"Of {_milliseconds(_mean(rows, lambda row: row.total_ns))} ms per step, "
-        f"{_milliseconds(_mean(rows, lambda row: row.exposed_ns))} ms are exposed communication on "
-        f"rank {rank}; "
-        f"{_milliseconds(waiting)} of these are rank {rank} waiting for rank {blame.rank}, which spends "
-        f"{_milliseconds(blame.lost_ns)} of them in {describe_phase(blame.phase)}{describe_place_of(blame)}."
     )
 
 
@@ -92,7 +71,7 @@ def _tabulate_ranks(profile: Profile) -> str:
         lines.append([f"rank {rank}", *(_milliseconds(value) for value in cells)])
     if len(ranks) < len(profile.ranks):
         lines.append([f"({len(profile.ranks) - len(ranks)} more)"])
-    return _align(lines)
+    return format_rows(lines)
 
 
 def _choose_ranks(profile: Profile) -> list[int]:
@@ -137,7 +116,7 @@ def _tabulate_traffic(profile: Profile) -> str:
         lines.append([*cells, *[links] * has_links, *[at] * has_lines])
     if len(ordered) > _MOST_ROWS:
         lines.append([f"({len(ordered) - _MOST_ROWS} more)"])
-    return _align(lines)
+    return format_rows(lines)
 
 
 def _describe_grades(profile: Profile) -> str:
@@ -182,20 +161,6 @@ def _describe_limits(profile: Profile) -> list[str]:
     if profile.slowdown is not None:
         lines.append(f"Steps took {profile.slowdown:.2f} times as long while they were recorded as before.")
     return [f"note: {line}" for line in lines]
-
-
-def _align(lines: Sequence[Sequence[str]]) -> str:
-    widths: Mapping[int, int] = {
-        place: max(len(line[place]) for line in lines if len(line) > place)
-        for place in range(max(map(len, lines)))
-    }
-    return "\n".join(
-        "  ".join(
-            cell.ljust(widths[place]) if place == 0 else cell.rjust(widths[place])
-            for place, cell in enumerate(line)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def _milliseconds(ns: float) -> str:

@@ -14,27 +14,18 @@ from paceline.cli.watching import as_table
 from paceline.errors import PacelineError
 
 _AFTER, _STEPS = 5, 20
+# The first step that can be recorded: one must end before, and one passes.
+_LEAST_FROM = 3
 
 
 def add_profile_flags(parser: argparse._ActionsContainer) -> None:
-    """Add `--profile` and the flags that go with it."""
+    """Add `--profile`."""
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="DIR",
-        help="record some optimizer steps of each rank into this new folder, and report where the time goes",
-    )
-    parser.add_argument(
-        "--profile-after",
-        type=int,
-        metavar="N",
-        help=f"optimizer steps before recording starts (default {_AFTER}; one more is left out)",
-    )
-    parser.add_argument(
-        "--profile-steps",
-        type=int,
-        metavar="N",
-        help=f"optimizer steps to record (default {_STEPS})",
+        help=f"record {_STEPS} optimizer steps of each rank into this new folder, and report where the time "
+        "goes; `paceline profile` chooses other steps",
     )
 
 
@@ -45,49 +36,35 @@ def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
         PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL901 without
             msgspec, which the report needs.
     """
-    for name in ("profile_after", "profile_steps"):
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        if value and args.profile is None:
-            raise _flag_error(f"{flag} {value} without --profile")
-        if value is not None and value < 1:
-            raise _flag_error(f"{flag} {value}")
     if args.profile is None:
         return None
     if args.no_watch:
-        raise PacelineError(
-            "PL905",
-            saw="a recording with --no-watch.",
-            rule="The threads that watch the ranks also start the recording.",
-            fix="Leave --no-watch out.",
+        raise _flag_error(
+            "a recording with --no-watch", "The threads that watch the ranks also start the recording."
         )
     from paceline.profiling.kineto import import_msgspec
     from paceline.profiling.launcher import build_request, prepare_folder
     from paceline.profiling.rank.recorder import RecordSettings
 
-    steps = choose_steps(args.profile_steps)
     import_msgspec()
     folder = prepare_folder(args.profile)
-    return build_request(RecordSettings(str(folder), args.profile_after or _AFTER, steps))
+    after, steps = getattr(args, "first", None), getattr(args, "steps", None)
+    return build_request(RecordSettings(str(folder), _AFTER if after is None else after - 2, steps or _STEPS))
 
 
-def choose_steps(number: int | None) -> int:
-    """Return how many steps to record, if a number was given or not.
+def check_steps(first: int | None, steps: int | None) -> None:
+    """Raise PL905 for steps that cannot be recorded."""
+    if first is not None and first < _LEAST_FROM:
+        raise _flag_error(
+            f"--from {first}",
+            f"The steps before it start the recording on all ranks, so it is at least {_LEAST_FROM}.",
+        )
+    if steps is not None and steps < 1:
+        raise _flag_error(f"--steps {steps}", "It is a number of optimizer steps, at least 1.")
 
-    Raises:
-        PacelineError: PL905 if the number is below 1.
-    """
-    if number is not None and number < 1:
-        raise _flag_error(f"--steps {number}")
-    return number or _STEPS
 
-
-def _flag_error(saw: str) -> PacelineError:
-    return PacelineError(
-        "PL905",
-        saw=f"{saw}.",
-        rule="Numbers of optimizer steps are at least 1, and belong to a recording with --profile DIR.",
-        fix="Use for example --profile traces --profile-after 10 --profile-steps 5.",
-    )
+def _flag_error(saw: str, rule: str) -> PacelineError:
+    return PacelineError("PL905", saw=f"{saw}.", rule=rule, fix="Leave it out.")
 
 
 def refuse_recording(args: argparse.Namespace) -> None:
@@ -147,8 +124,8 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], boo
         raise PacelineError(
             "PL907",
             saw=f"no rank has recorded a step in {args.profile}.",
-            rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
-            fix="Lower --profile-after (--from), or let the script run longer.",
+            rule="Recording starts at the step of `paceline profile --from`, by default the 7th.",
+            fix="Let the script run longer, or lower --from.",
         )
     text, table, has_findings = report_on([args.profile])
     return f"{text}\n\nrecorded: {args.profile}", table, has_findings
@@ -165,16 +142,11 @@ def report_on(paths: Sequence[Path]) -> tuple[str, dict[str, Any], bool]:
     """
     from paceline.cli.profile_report import as_table as tabulate
     from paceline.cli.profile_report import describe_profile
-    from paceline.profiling.advice.all import find_advice
     from paceline.profiling.analysis import analyse
     from paceline.profiling.judge import judge_profile
-    from paceline.profiling.matching import find_meetings
     from paceline.profiling.read import read_traces
 
     traces = read_traces(paths)
-    meetings = find_meetings(traces)
-    profile = analyse(traces, meetings)
-    advice = find_advice(traces, profile, meetings)
-    findings = judge_profile(profile, advice)
-    text = describe_profile(profile, findings)
-    return text, tabulate(profile, findings, advice), bool(findings)
+    profile = analyse(traces)
+    findings = judge_profile(profile)
+    return describe_profile(profile, findings), tabulate(profile, findings), bool(findings)

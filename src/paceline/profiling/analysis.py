@@ -13,7 +13,7 @@ from paceline.phrases import name_ranks
 from paceline.profiling.blame import Blame, find_blame
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
-from paceline.profiling.matching import Key, MatchedCollective, Meetings, Waiting, find_meetings
+from paceline.profiling.matching import Key, MatchedCollective, Waiting, find_meetings
 from paceline.profiling.trace import (
     BACKWARD,
     HOST,
@@ -95,6 +95,7 @@ class Profile:
         steps: the numbers of the steps that all of these have.
         rows: one per rank and step.
         blames: who kept others waiting, and with what, the worst first.
+        inline_ranks: those whose loop loads its batches itself, without workers.
         usual_delay: the phase in which late ranks took longer most, whoever was late; empty if unknown.
         num_matched: collectives found on at least two ranks.
         num_unmatched: parts of collectives found on one rank only, in the common steps.
@@ -116,6 +117,7 @@ class Profile:
     slowdown: float | None
     remarks: tuple[str, ...] = field(default=())
     usual_delay: str = ""
+    inline_ranks: tuple[int, ...] = ()
 
     def step_ns(self, step: int) -> int:
         """Return the duration of a step: that of the rank that took longest."""
@@ -185,19 +187,18 @@ class Profile:
         return sum(int(getattr(row, name)) for row in self.rows)
 
 
-def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Profile:
+def analyse(traces: Sequence[RankTrace]) -> Profile:
     """Return where the time went in the steps that all traces have.
 
     Args:
         traces: of all ranks.
-        meetings: what `find_meetings` returns for them, if it is known already.
 
     Raises:
         PacelineError: PL903 if no step is in all traces, PL904 if their collectives contradict each other.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     numbers = _find_common(traces)
-    meetings = meetings or find_meetings(traces)
+    meetings = find_meetings(traces)
     matched, waits, num_unlike = meetings.matched, meetings.waits, meetings.num_unlike
     if num_unlike > len(matched):
         raise contradiction_error(
@@ -216,6 +217,7 @@ def analyse(traces: Sequence[RankTrace], meetings: Meetings | None = None) -> Pr
         rows=tuple(rows),
         blames=blames,
         usual_delay=usual_delay,
+        inline_ranks=tuple(trace.rank for trace in traces if trace.is_loader_inline),
         num_matched=len(matched),
         num_unmatched=_count_unmatched(traces, matched, numbers),
         num_uncertain=sum(

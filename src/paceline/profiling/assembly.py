@@ -113,8 +113,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
-        cpu_ns=0 if recorded is None else recorded.cpu_ns,
-        cores=0 if recorded is None else recorded.cores,
     )
 
 

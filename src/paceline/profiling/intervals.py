@@ -35,22 +35,13 @@ def unite(*parts: Spans) -> Spans:
     return np.stack((spans[firsts, 0], reach[lasts]), axis=1)
 
 
-def intersect(left: Spans, right: Spans) -> Spans:
-    """Return the instants that both cover; all three are disjoint spans."""
-    return _select(left, right, left_is_in=True, right_is_in=True)
-
-
 def subtract(left: Spans, right: Spans) -> Spans:
     """Return the instants that `left` covers and `right` does not; all three are disjoint spans."""
-    return _select(left, right, left_is_in=True, right_is_in=False)
-
-
-def _select(left: Spans, right: Spans, *, left_is_in: bool, right_is_in: bool) -> Spans:
     if not len(left) or not len(right):
-        return left if left_is_in and not right_is_in else NOTHING
+        return left
     edges = np.unique(np.concatenate((left.ravel(), right.ravel())))
     begins, ends = edges[:-1], edges[1:]
-    chosen = (_is_covered(left, begins) == left_is_in) & (_is_covered(right, begins) == right_is_in)
+    chosen = _is_covered(left, begins) & ~_is_covered(right, begins)
     return unite(np.stack((begins[chosen], ends[chosen]), axis=1))
 
 
@@ -58,12 +49,6 @@ def _is_covered(spans: Spans, instants: NDArray[np.int64]) -> NDArray[np.bool_]:
     place = np.searchsorted(spans[:, 0], instants, side="right") - 1
     covered: NDArray[np.bool_] = (place >= 0) & (instants < spans[np.maximum(place, 0), 1])
     return covered
-
-
-def clip(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
-    """Return the part of disjoint spans between two instants."""
-    cut = np.clip(spans, begin_ns, end_ns)
-    return cut[cut[:, 1] > cut[:, 0]]
 
 
 def measure(spans: Spans) -> int:

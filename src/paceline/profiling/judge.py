@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Literal
 
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
-from paceline.profiling.advice.advice import SettingAdvice
 from paceline.profiling.analysis import Profile
 from paceline.profiling.blame import Blame
 from paceline.profiling.trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
 from paceline.units import format_seconds
 
-_BLAMED = "PL913"
 Grade = Literal["good", "acceptable", "poor", "excellent", "limited"]
 
 GOOD_EXPOSED, MOST_EXPOSED = 0.2, 0.4
@@ -22,6 +20,9 @@ GOOD_OVERLAP, EXCELLENT_OVERLAP = 0.5, 0.7
 """From the first hidden share of communication on, overlap is good, above the second excellent."""
 MOST_OF_BACKWARD = 0.3
 """Communication in a larger share of the backward makes it a bottleneck."""
+MUCH_LOADING = 0.1
+"""A loop that loads in a larger share of the step should have workers."""
+_MOST_WORKERS = 8
 
 _MOVES = {
     DATA: "Give that rank's loader workers (num_workers=4) or lighter samples.",
@@ -53,57 +54,35 @@ def grade_overlap(share: float) -> Grade:
     return "excellent" if share > EXCELLENT_OVERLAP else "good" if share >= GOOD_OVERLAP else "limited"
 
 
-def judge_profile(profile: Profile, advice: Sequence[SettingAdvice] = ()) -> list[Finding]:
+def judge_profile(profile: Profile) -> list[Finding]:
     """Return what costs time, the causes first, each with one next move.
 
     Args:
         profile: the numbers.
-        advice: as `find_advice` returns it for them. Those of causes become part of these.
     """
-    found = [_judge_blame(blame, profile.mean_step_ns, advice) for blame in profile.blames]
-    found += [each.as_finding() for each in advice if each.code != _BLAMED]
-    move = _choose_move(profile, advice)
+    found = [_judge_blame(blame, profile.mean_step_ns) for blame in profile.blames]
+    loading = _judge_loading(profile)
+    found += loading
+    move = _choose_move(profile, is_loading=bool(loading))
     grade = grade_exposed(profile.exposed_share)
-    if grade != "good":
-        found.append(
-            Finding(
-                "PL910",
-                where=name_ranks([profile.exposed_rank]),
-                saw=f"{profile.exposed_share:.0%} of its step is exposed communication, which is {grade}; "
-                f"{_describe_waiting(profile)}.",
-                rule=f"Below {GOOD_EXPOSED:.0%} is good, above {MOST_EXPOSED:.0%} poor.",
-                fix=move,
-            )
-        )
-    if profile.waiting_share > profile.exposed_share / 2:
-        return found  # a late rank also makes communication long and its overlap small
-    overlap = profile.overlap
-    if grade != "good" and overlap is not None and grade_overlap(overlap) == "limited":
-        found.append(
-            Finding(
-                "PL911",
-                where=name_ranks(profile.ranks),
-                saw=f"{overlap:.0%} of the communication is hidden behind computation.",
-                rule=f"Above {EXCELLENT_OVERLAP:.0%} is excellent, below {GOOD_OVERLAP:.0%} limited.",
-                fix=move,
-            )
-        )
-    share = profile.backward_comm_share
-    if share is not None and share > MOST_OF_BACKWARD and grade != "good":
-        found.append(
-            Finding(
-                "PL912",
-                where=BACKWARD,
-                saw=f"collectives are under way in {share:.0%} of the backward.",
-                rule=f"Above {MOST_OF_BACKWARD:.0%}, communication is a bottleneck.",
-                fix=move,
-            )
-        )
+    if grade == "good":
+        return found
+    saw = (
+        f"{profile.exposed_share:.0%} of its step is exposed communication, which is {grade}; "
+        f"{_describe_waiting(profile)}"
+    )
+    # A late rank also makes communication long and its overlap small.
+    if profile.waiting_share <= profile.exposed_share / 2:
+        if profile.overlap is not None and grade_overlap(profile.overlap) == "limited":
+            saw += f"; {profile.overlap:.0%} of communication is hidden behind computation, which is limited"
+        if (profile.backward_comm_share or 0.0) > MOST_OF_BACKWARD:
+            saw += f"; collectives are under way in {profile.backward_comm_share:.0%} of the backward"
+    rule = f"Below {GOOD_EXPOSED:.0%} is good, above {MOST_EXPOSED:.0%} poor."
+    found.append(Finding("PL910", name_ranks([profile.exposed_rank]), f"{saw}.", rule, move))
     return found
 
 
-def _judge_blame(blame: Blame, step_ns: float, advice: Sequence[SettingAdvice]) -> Finding:
-    changed = next((f" {each.fix} {each.gain}" for each in advice if _is_on(each, blame)), "")
+def _judge_blame(blame: Blame, step_ns: float) -> Finding:
     without = format_seconds((step_ns - blame.gain_ns) / 1e9)
     return Finding(
         "PL913",
@@ -112,12 +91,29 @@ def _judge_blame(blame: Blame, step_ns: float, advice: Sequence[SettingAdvice]) 
         f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took longer in "
         f"{describe_phase(blame.phase)}{describe_place_of(blame)}.",
         rule="All ranks of a collective wait for the last one.",
-        fix=f"{_MOVES[blame.phase]} Without this delay a step would take about {without}.{changed}",
+        fix=f"{_MOVES[blame.phase]} Without this delay a step would take about {without}.",
     )
 
 
-def _is_on(advice: SettingAdvice, blame: Blame) -> bool:
-    return advice.code == _BLAMED and advice.cause == (blame.rank, blame.phase)
+def _judge_loading(profile: Profile) -> list[Finding]:
+    """Return the finding on ranks that load batches in their loop, if none of them is late by that."""
+    late = {blame.rank for blame in profile.blames if blame.phase == DATA}
+    ranks = [rank for rank in profile.inline_ranks if rank not in late]
+    rows = [row for row in profile.rows if row.rank in ranks]
+    loading, total = sum(row.phases.get(DATA, 0) for row in rows), sum(row.total_ns for row in rows)
+    if not rows or loading < MUCH_LOADING * total:
+        return []
+    # So many hide the loading behind the rest of the step.
+    workers = min(_MOST_WORKERS, max(1, math.ceil(loading / max(1, total - loading))))
+    return [
+        Finding(
+            "PL917",
+            where=name_ranks(ranks),
+            saw=f"the loop waits while it loads each batch itself, for {loading / total:.0%} of the step.",
+            rule="Loader workers load the next batches while the step computes.",
+            fix=f"Set num_workers={workers} in the DataLoader, if cores are free.",
+        )
+    ]
 
 
 def describe_phase(phase: str) -> str:
@@ -138,7 +134,7 @@ def _describe_waiting(profile: Profile) -> str:
     return f"{profile.waiting_share:.0%} is waiting for other ranks"
 
 
-def _choose_move(profile: Profile, advice: Sequence[SettingAdvice]) -> str:
+def _choose_move(profile: Profile, *, is_loading: bool) -> str:
     """Return the move against exposed communication: against waiting if most of it is that."""
     if profile.waiting_share > profile.exposed_share / 2:
         if profile.blames:
@@ -147,7 +143,6 @@ def _choose_move(profile: Profile, advice: Sequence[SettingAdvice]) -> str:
             return "Give all ranks equal work: they are late in turn, as with batches of unequal cost."
         late = f", mostly by {describe_phase(profile.usual_delay)}" if profile.usual_delay else ""
         return f"The ranks are late in turn{late}. {_MOVES.get(profile.usual_delay, _UNKNOWN)}"
-    best = next((each for each in advice if each.code != _BLAMED), None)
-    if best is None:
-        return "Give each reduction more to compute: a larger microbatch, or several with one reduction."
-    return f"Follow {best.code} first."
+    if is_loading:
+        return "Follow PL917 first."
+    return "Give each reduction more to compute: a larger microbatch, or several with one reduction."

@@ -73,8 +73,6 @@ class Recorded:
         places: file, line, function and module.
         scheduling: instants, and for how long the training loop had run, and waited for a core.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
-        cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
-        cores: the rank's share of its node's cores; 0 if unknown.
     """
 
     steps: list[tuple[int, int, int]]
@@ -89,8 +87,6 @@ class Recorded:
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
     scheduling: list[tuple[int, int, int]] = field(default_factory=list)
-    cpu_ns: int = 0
-    cores: float = 0.0
 
 
 @dataclass

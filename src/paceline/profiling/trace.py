@@ -114,8 +114,6 @@ class RankTrace:
         scheduling: rows of an instant, and for how long the training loop had run, and waited for a core,
             until then; no rows if unknown.
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
-        cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
-        cores: the rank's share of its node's cores; 0 if unknown.
         members: the global ranks of its process groups, by name; those that are missing are unknown.
     """
 
@@ -134,8 +132,6 @@ class RankTrace:
     places: tuple[CodePlace, ...] = ()
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     is_loader_inline: bool = False
-    cpu_ns: int = 0
-    cores: float = 0.0
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 

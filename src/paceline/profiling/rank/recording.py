@@ -58,7 +58,6 @@ class Recording:
         self._rank = rank
         self._asked = self._num_steps = num_steps
         self.steps: list[tuple[int, int, int]] = []
-        self._cpu_begin_ns = self._cpu_ns = 0
         self._profiler = build_profiler(torch, has_shapes=True)
         self._sampler = LineSampler(torch)
         if torch.cuda.is_initialized() or not start_light(torch, self._profiler):
@@ -75,13 +74,11 @@ class Recording:
     def add(self, number: int, begin_ns: int, end_ns: int) -> None:
         """Add a step that has ended."""
         self.steps.append((number, begin_ns, end_ns))
-        self._cpu_ns = time.process_time_ns() - self._cpu_begin_ns
         self._sampler.note_scheduling()
 
     def settle(self) -> None:
         """End the passing step."""
         self._loop.keep_outermost()
-        self._cpu_begin_ns = time.process_time_ns()
         self._num_steps = min(self._num_steps, count_steps_that_fit(len(self._read_calls())))
 
     def abandon(self) -> None:
@@ -161,16 +158,7 @@ class Recording:
                 "garbage collection": [(begin, end) for begin, end, _ in self._sampler.collections],
                 WAITING: self._loop.waits,
             },
-            "cpu_ns": self._cpu_ns,
-            "cores": count_cores(),
         }
-
-
-def count_cores() -> float:
-    """Return how many cores this rank can use, if those of its node are divided evenly."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return usable / max(1, int(ranks) if ranks.isdigit() else 1)
 
 
 def _is_whole(path: Path) -> bool:
