@@ -99,6 +99,12 @@ def test_faster_links_are_never_slower(llama: Path, capsys: pytest.CaptureFixtur
     assert times == sorted(times, reverse=True)
 
 
+def test_numbers_of_nodes_are_compared(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(llama, "--cluster", "4 nodes of 8 H100-80", "--scale") == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["8", "16", "32"]
+
+
 def test_a_plan_needs_no_torch(llama: Path) -> None:
     code = (
         "import sys; from paceline.cli.main import main; "
@@ -249,6 +255,27 @@ def test_a_run_of_something_else_does_not_calibrate(
     assert words in str(found.value)
 
 
+def test_a_recording_of_one_rank_is_refused_and_one_of_two_is_projected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli.plan_recorded import read_step
+    from paceline.profiling.analysis import Profile, RankStep, Traffic
+
+    traffic = (Traffic("world", "all_reduce", 4, 4_000_000, 8_000_000),)
+    times = (50_000_000, {"backward": 20_000_000}, 40_000_000, 8_000_000, 5_000_000, {}, 4_000_000)
+    steps = [RankStep(rank, number, *times, traffic) for rank in (0, 1) for number in (1, 2, 3)]
+    both = Profile(2, (0, 1), (1, 2, 3), tuple(steps), (), 4, 0, 0, 0, None)
+    step = read_step(both, tmp_path)
+    assert (step.num_ranks, step.work_s, step.backward_s) == (2, 0.045, 0.02)
+    assert (step.calls[0].num_bytes, step.calls[0].count, step.backward_share) == (1_000_000, 4, 0.5)
+    alone = Profile(
+        1, (0,), (1,), (steps[0].__class__(0, 1, 5, {}, 5, 0, 0, {}, 0, ()),), (), 0, 0, 0, 0, None
+    )
+    with pytest.raises(PacelineError) as found:
+        read_step(alone, tmp_path)
+    assert found.value.code == "PL940"
+
+
 def test_what_a_plan_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes/gpt-stdlib.toml", "--cluster", "2 H100-80") == 0
     assert "the exact reduction is planned as two sums" in capsys.readouterr().out
@@ -280,6 +307,9 @@ def test_wider_numbers_are_never_computed_faster(llama: Path, capsys: pytest.Cap
         ("recipes/gpt-stdlib.toml", "--global-batch", 8),
         ("a.py:build", "--batch", "a.py:batch", "--set", "model.layers=2"),
         ("a.py:build", "--batch", "a.py:batch", "--vocab-size", 32),
+        ("train.py", "--recorded", "profile-1", "--layout", "tp=2"),
+        ("train.py", "--recorded", "profile-1", "--memory", 3),
+        ("recipes/gpt-stdlib.toml", "--scale", "--layout", "tp=2"),
     ],
 )
 def test_an_option_without_effect_is_refused(words: tuple[object, ...]) -> None:

@@ -54,11 +54,18 @@ def add_layouts(kinds: Any) -> None:
         "--calibrate", metavar="RUN", type=Path, help="a run's folder: its measured steps narrow the interval"
     )
     parser.add_argument(
+        "--scale", action="store_true", help="compare numbers of nodes: time and cost of a token on each"
+    )
+    parser.add_argument(
         "--batch", metavar="FILE.py:FUNCTION", help="for a model of your own: makes one microbatch"
     )
     parser.add_argument(
         "--global-batch", metavar="N", type=int, default=0,
         help="for a model of your own: samples per step (default: one microbatch per rank)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recorded", metavar="PROFILE", type=Path,
+        help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
@@ -94,12 +101,18 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster, fit.links)
     if args.nproc is not None:
         cluster = check_ranks(cluster, args.nproc)
+    if args.recorded is not None:
+        from paceline.cli import plan_recorded
+
+        return plan_recorded.run(args, cluster, fit)
     limit = None if args.memory is None else 1e9 * check_number("--memory", args.memory)
     costs, rules = _read_target(args, cluster)
     calibration = None
     if args.calibrate is not None:
         calibration = calibrate(args.calibrate, costs, cluster, fit)
         costs = replace(costs, factor=calibration.factor)
+    if args.scale:
+        return _scale(costs, rules, cluster, fit, limit)
     if args.layout is not None:
         found = plan_one(costs, rules, cluster, fit, args.layout, limit=limit)
     else:
@@ -115,20 +128,26 @@ def run(args: argparse.Namespace) -> int:
 _UNUSED = {
     "a model of your own": ("set", "vocab_size", "calibrate"),
     "a recipe": ("batch", "global_batch"),
+    "a recorded script": (
+        *("layout", "memory", "calibrate", "scale", "batch", "global_batch", "set", "vocab_size"),
+    ),
+    "several numbers of nodes": ("layout", "json"),
 }
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raise PL941 for an option that would have no effect."""
     kind = "a recipe" if args.target.endswith(".toml") else "a model of your own"
-    unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[kind] if getattr(args, name)]
-    if unused:
-        raise PacelineError(
-            "PL941",
-            saw=f"{' and '.join(unused)} with {kind}.",
-            rule="The plan would not use it.",
-            fix="Leave it out.",
-        )
+    kinds = [kind if args.recorded is None else "a recorded script"]
+    for each in [*kinds, *["several numbers of nodes"] * args.scale]:
+        unused = [f"--{name.replace('_', '-')}" for name in _UNUSED[each] if getattr(args, name)]
+        if unused:
+            raise PacelineError(
+                "PL941",
+                saw=f"{' and '.join(unused)} with {each}.",
+                rule="The plan would not use it.",
+                fix="Leave it out.",
+            )
 
 
 def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts, Rules]:
@@ -160,9 +179,10 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",
-        rule="A plan is made for a recipe, which ends in .toml, or for a function that builds a model, as "
-        "train.py:build_model.",
-        fix="Write for example paceline plan recipes/gpt-stdlib.toml.",
+        rule="A plan is made for a recipe, which ends in .toml, for a function that builds a model, as "
+        "train.py:build_model, or for a script with --recorded.",
+        fix="Write for example paceline plan recipes/gpt-stdlib.toml, or record the script: paceline profile "
+        "--nproc-per-node 2 train.py.",
     )
 
 
@@ -207,7 +227,7 @@ def describe(
     found: Plan, rules: Rules, fit: Constants, limit: float | None, calibration: Calibration | None
 ) -> Iterator[str]:
     """Yield the lines of the report."""
-    from paceline.plan.search import find_limit, grow
+    from paceline.plan.search import find_limit, grow, vary
 
     costs, cluster = found.costs, found.cluster
     room = find_limit(cluster) if limit is None else limit
@@ -258,6 +278,9 @@ def describe(
         times = candidate.seconds / best.seconds
         yield f"  {candidate.family}: {times:.2f} times the time ({why}), as {candidate.layout}"
     yield from (f"  {family}: {why}" for family, why in found.fallen.items())
+    if changes := vary(found, fit):
+        yield "\nwhat would change the answer:"
+        yield from (f"  {words}: {layout}" for words, layout in changes)
 
 
 def _describe_row(candidate: Candidate, bar: Interval) -> tuple[str, ...]:
@@ -359,3 +382,21 @@ def as_table(found: Plan, calibration: Calibration | None) -> dict[str, Any]:
         "smallest_bytes": None if found.smallest is None else found.smallest.demand.high,
         "fallen": found.fallen,
     }
+
+
+def _scale(costs: ModelCosts, rules: Rules, cluster: Cluster, fit: Constants, limit: float | None) -> int:
+    """Print a line for each halving of the nodes, and return 0 if one of them fits."""
+    from paceline.plan.search import search
+
+    rows = [("ranks", "step", "rank-hours per 1e9 tokens or samples", "layout")]
+    for nodes in [cluster.nodes >> n for n in range(cluster.nodes.bit_length()) if not cluster.nodes % 2**n]:
+        found = search(costs, rules, replace(cluster, nodes=nodes), fit, limit=limit)
+        ranks = str(found.cluster.num_ranks)
+        if not found.fitting:
+            rows.insert(1, (ranks, "-", "-", "nothing fits"))
+            continue
+        best = found.fitting[0]
+        hours = best.seconds * found.cluster.num_ranks / (costs.global_batch * costs.tokens) * 1e9 / 3600
+        rows.insert(1, (ranks, format_seconds(best.seconds), f"{hours:.3g}", str(best.layout)))
+    print(format_rows(rows))
+    return int(all(row[-1] == "nothing fits" for row in rows[1:]))

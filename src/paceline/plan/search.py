@@ -7,6 +7,7 @@ errors within one publication are a tie: what is wrong for both cancels.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -245,6 +246,24 @@ def _explain(
         if reasons:
             found[f"any {axis.name}"] = f"{reasons[0].saw} {reasons[0].rule} [{reasons[0].code}]"
     return found
+
+
+def vary(found: Plan, fit: Constants) -> list[tuple[str, Layout]]:
+    """Return the changes of the links by which another family would be clearly faster, each with its layout."""
+    results, best = [], found.fitting[0].layout
+    wires = {"between": found.cluster.between, "inside": found.cluster.inside}
+    for (name, wire), factor in itertools.product(wires.items(), (0.25, 4.0)):
+        if wire is None:
+            continue
+        calls = {key: (empty, rate * factor) for key, (empty, rate) in wire.calls.items()}
+        changed: dict[str, Any] = {name: replace(wire, bytes_per_s=wire.bytes_per_s * factor, calls=calls)}
+        step = StepModel(found.costs, replace(found.cluster, **changed), fit)
+        times = {each.layout: step.time(each.layout).total for each in found.best_by_family}
+        first = min(times, key=lambda layout: times[layout])
+        if times[best] > times[first] * (1 + found.tie / 4):
+            rate = wire.bytes_per_s * factor * 8 / 1e9
+            results.append((f"with {rate:.3g} Gbit/s per rank {name} nodes (x{factor:g})", first))
+    return results
 
 
 def grow(

@@ -1,0 +1,109 @@
+"""Predicts a recorded step on other numbers of ranks, links and sizes of buckets.
+
+Only what ranks exchange changes: each rank keeps its own work and its own share of the batch (weak scaling).
+Collectives of backward become ready one after the other, evenly over it, as DDP's buckets do, and take turns
+on one stream. The other collectives are waited for. Gathers and sums of shards are counted as they were: the
+whole vector has the same size on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.plan.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class SentCall:
+    """Equal collectives of a step.
+
+    Attributes:
+        operation: a key of `BUS_FACTORS`.
+        num_bytes: of one call: the vector whose size does not depend on the ranks.
+        count: calls per step.
+    """
+
+    operation: str
+    num_bytes: float
+    count: int
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded step of the rank that waits least for others.
+
+    Attributes:
+        num_ranks: with which it was recorded.
+        step_s: its seconds.
+        work_s: without what it waited for others or for a collective.
+        backward_s: of `work_s`.
+        calls: its collectives.
+        backward_share: of the communication that was under way in backward.
+    """
+
+    num_ranks: int
+    step_s: float
+    work_s: float
+    backward_s: float
+    calls: tuple[SentCall, ...]
+    backward_share: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A recorded step on a number of ranks.
+
+    Attributes:
+        num_ranks: of the prediction.
+        step_s: its seconds.
+        comm_s: of all collectives.
+        exposed_s: that no work hides.
+    """
+
+    num_ranks: int
+    step_s: float
+    comm_s: float
+    exposed_s: float
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the step that is the rank's own work: throughput per rank over that of one rank."""
+        return 1 - self.exposed_s / self.step_s
+
+
+def change_buckets(step: RecordedStep, bucket_bytes: float) -> RecordedStep:
+    """Return the step with its sums in buckets of another size."""
+    total = sum(call.num_bytes * call.count for call in step.calls if call.operation == "all_reduce")
+    if not total:
+        return step
+    count = max(1, round(total / bucket_bytes))
+    others = [call for call in step.calls if call.operation != "all_reduce"]
+    return replace(step, calls=(*others, SentCall("all_reduce", total / count, count)))
+
+
+def project(step: RecordedStep, cluster: Cluster, contention: float) -> Projection:
+    """Return the step on all ranks of a cluster."""
+    times = [
+        (cluster.time(call.operation, call.num_bytes, cluster.num_ranks), call.count) for call in step.calls
+    ]
+    comm_s = sum(once * count for once, count in times)
+    # Small collectives outside of backward come first, the sums of gradients last.
+    hidden = _spread(times, step.backward_share, step.backward_s)
+    outside = comm_s * (1 - step.backward_share)
+    exposed = outside + hidden
+    exposed += contention * (comm_s - exposed)
+    if cluster.processor.is_cpu:
+        exposed = comm_s  # a CPU rank's cores send, too
+    return Projection(cluster.num_ranks, step.work_s + exposed, comm_s, exposed)
+
+
+def _spread(times: Sequence[tuple[float, int]], share: float, backward_s: float) -> float:
+    """Return what calls that become ready evenly over backward take beyond its end."""
+    number = sum(count for _, count in times)
+    wire, at = 0.0, 0
+    for once, count in times:
+        for _ in range(count):
+            at += 1
+            wire = max(wire, backward_s * at / number) + once * share
+    return max(0.0, wire - backward_s)
