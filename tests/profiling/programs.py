@@ -19,6 +19,7 @@ from paceline.profiling.trace import (
     OPTIMIZER,
     CodePlace,
     RankTrace,
+    Reducer,
     TracedCollective,
     TracedStep,
 )
@@ -85,6 +86,7 @@ def run(
     network: Network | None = None,
     seed: int = 0,
     is_loader_inline: bool = True,
+    reducers: Sequence[Reducer] = (),
 ) -> list[RankTrace]:
     """Return the traces of all ranks."""
     network = network or Network()
@@ -108,6 +110,7 @@ def run(
                 for place, ((at, issue), end) in enumerate(zip(rank.issues, ends, strict=True))
             ),
             is_loader_inline=is_loader_inline,
+            reducers=tuple(reducers),
             samples=as_spans((at, 0) for at in range(0, rank.now, MS)),
             places=(CodePlace("train.py", 9, "main"),),
         )

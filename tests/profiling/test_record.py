@@ -396,12 +396,12 @@ def test_messages_are_matched_with_nobodys(ranks: Any, tmp_path: Path) -> None:
 
 
 def train_badly(world: Any, folder: str) -> None:
-    """Load in the loop."""
+    """Load in the loop, and search for unused parameters."""
     recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4), StepMemory())
     recorder.install(torch)
     batches = iter(DataLoader(Numbers(0.05), batch_size=4))
     layers = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 1))
-    model = DistributedDataParallel(layers)
+    model = DistributedDataParallel(layers, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for _ in range(7):
         for _ in range(2):
@@ -416,8 +416,10 @@ def test_loading_in_the_loop_is_found(ranks: Any, tmp_path: Path) -> None:
     traces = read_traces([tmp_path])
     for trace in traces:
         assert trace.is_loader_inline
-    (found,) = (each for each in judge_profile(analyse(traces)) if each.code == "PL917")
-    assert found.where == "ranks 0 and 1"
+    found = {each.code: each for each in judge_profile(analyse(traces))}
+    assert found["PL917"].where == "ranks 0 and 1"
+    assert "find_unused_parameters=False" in found["PL920"].fix
+    assert analyse(traces).needless.backwards == 2
 
 
 class SlowGradient(torch.autograd.Function):

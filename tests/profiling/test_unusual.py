@@ -15,8 +15,8 @@ from paceline.profiling.analysis import analyse
 from paceline.profiling.intervals import Spans
 from paceline.profiling.judge import judge_profile
 from paceline.profiling.read import align
-from paceline.profiling.trace import CORE, FORWARD, RankTrace, TracedStep
-from tests.profiling.programs import Action, run, take_step
+from paceline.profiling.trace import BACKWARD, CORE, FORWARD, OPTIMIZER, RankTrace, Reducer, TracedStep
+from tests.profiling.programs import Action, Busy, Issue, Program, Wait, run, take_step
 from tests.profiling.timelines import MS, simulate
 
 
@@ -94,6 +94,53 @@ def test_a_loop_that_loads_its_batches_itself_should_have_workers() -> None:
     assert "Set num_workers=2 in the DataLoader" in text
     assert "PL917" not in report(run(slow, is_loader_inline=False))
     assert "PL917" not in report(run(late_in_turn))
+
+
+def accumulate(is_always: bool) -> Program:
+    def step(rank: int, number: int, random: Random) -> Sequence[Action]:
+        actions: list[Action] = []
+        for microbatch in range(4):
+            actions += [Busy(FORWARD, 5 * MS + random.randint(0, MS // 10)), Busy(BACKWARD, 10 * MS)]
+            if microbatch == 3 or is_always:
+                actions += [Issue(8 << 20), Wait(BACKWARD)]
+        return [*actions, Busy(OPTIMIZER, 2 * MS)]
+
+    return step
+
+
+def test_one_reduction_per_step_is_enough() -> None:
+    before, after = run(accumulate(is_always=True)), run(accumulate(is_always=False))
+    profile = analyse(before)
+    text = report(before)
+    assert "reduced in each of the 4 backwards" in text
+    assert "with model.no_sync():" in text
+    saved = profile.mean_step_ns - analyse(after).mean_step_ns
+    assert saved == pytest.approx(profile.needless.exposed_ns, rel=0.1)
+    assert "PL918" not in report(after)
+
+
+def test_two_models_are_no_accumulation() -> None:
+    """A generator and a discriminator reduce different gradients."""
+
+    def step(rank: int, number: int, random: Random) -> Sequence[Action]:
+        return [*take_step(random)[:-1], *take_step(random, data=0, backward=((9 * MS, 2 << 20),))]
+
+    assert "PL918" not in report(run(step))
+
+
+@pytest.mark.parametrize(
+    ("reducer", "setting"),
+    [
+        (Reducer(True, 0, True), "find_unused_parameters=False"),
+        (Reducer(True, 64, True), "static_graph=True"),
+        (Reducer(True, 64, False), ""),
+        (Reducer(False, 0, True), ""),
+    ],
+)
+def test_a_search_for_unused_parameters_that_finds_nothing_new(reducer: Reducer, setting: str) -> None:
+    text = report(run(slow, reducers=[reducer]))
+    assert ("[PL920]" in text) == bool(setting)
+    assert setting in text
 
 
 def test_equal_work_is_advised_only_where_work_differed() -> None:

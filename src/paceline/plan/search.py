@@ -249,7 +249,7 @@ def _explain(
 
 
 def vary(found: Plan, fit: Constants) -> list[tuple[str, Layout]]:
-    """Return the changes of the links by which another family would be clearly faster, each with its layout."""
+    """Return the changes of the links by which another family would be faster, each with its layout."""
     results, best = [], found.fitting[0].layout
     wires = {"between": found.cluster.between, "inside": found.cluster.inside}
     for (name, wire), factor in itertools.product(wires.items(), (0.25, 4.0)):

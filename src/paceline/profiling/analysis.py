@@ -14,6 +14,7 @@ from paceline.profiling.blame import Blame, find_blame
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
 from paceline.profiling.matching import Key, MatchedCollective, Waiting, find_meetings
+from paceline.profiling.needless import Needless, find_needless
 from paceline.profiling.trace import (
     BACKWARD,
     HOST,
@@ -96,6 +97,7 @@ class Profile:
         rows: one per rank and step.
         blames: who kept others waiting, and with what, the worst first.
         inline_ranks: those whose loop loads its batches itself, without workers.
+        needless: what their DDP repeats in vain.
         usual_delay: the phase in which late ranks took longer most, whoever was late; empty if unknown.
         num_matched: collectives found on at least two ranks.
         num_unmatched: parts of collectives found on one rank only, in the common steps.
@@ -118,6 +120,7 @@ class Profile:
     remarks: tuple[str, ...] = field(default=())
     usual_delay: str = ""
     inline_ranks: tuple[int, ...] = ()
+    needless: Needless = field(default_factory=Needless)
 
     def step_ns(self, step: int) -> int:
         """Return the duration of a step: that of the rank that took longest."""
@@ -217,6 +220,7 @@ def analyse(traces: Sequence[RankTrace]) -> Profile:
         rows=tuple(rows),
         blames=blames,
         usual_delay=usual_delay,
+        needless=find_needless(traces, numbers),
         inline_ranks=tuple(trace.rank for trace in traces if trace.is_loader_inline),
         num_matched=len(matched),
         num_unmatched=_count_unmatched(traces, matched, numbers),

@@ -112,6 +112,7 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
+        reducers=() if recorded is None else tuple(recorded.reducers),
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
     )
 

@@ -23,6 +23,8 @@ MOST_OF_BACKWARD = 0.3
 MUCH_LOADING = 0.1
 """A loop that loads in a larger share of the step should have workers."""
 _MOST_WORKERS = 8
+MUCH_REPEATED = 0.05
+"""Reductions that could be left out are reported from this share of a step on."""
 
 _MOVES = {
     DATA: "Give that rank's loader workers (num_workers=4) or lighter samples.",
@@ -62,7 +64,7 @@ def judge_profile(profile: Profile) -> list[Finding]:
     """
     found = [_judge_blame(blame, profile.mean_step_ns) for blame in profile.blames]
     loading = _judge_loading(profile)
-    found += loading
+    found += [*loading, *_judge_needless(profile)]
     move = _choose_move(profile, is_loading=bool(loading))
     grade = grade_exposed(profile.exposed_share)
     if grade == "good":
@@ -114,6 +116,35 @@ def _judge_loading(profile: Profile) -> list[Finding]:
             fix=f"Set num_workers={workers} in the DataLoader, if cores are free.",
         )
     ]
+
+
+def _judge_needless(profile: Profile) -> list[Finding]:
+    """Return the findings on what DDP repeats in vain."""
+    found, needless, ranks = [], profile.needless, name_ranks(profile.ranks)
+    if needless.exposed_ns >= MUCH_REPEATED * profile.mean_step_ns:
+        call = "model.set_requires_gradient_sync(False)" if needless.is_sharded else "with model.no_sync():"
+        found.append(
+            Finding(
+                "PL918",
+                where=ranks,
+                saw=f"gradients are reduced in each of the {needless.backwards} backwards of a step; all but "
+                f"the last have {format_seconds(needless.exposed_ns / 1e9)} of exposed communication.",
+                rule="Microbatches of one optimizer step need one reduction, of the sum of their gradients.",
+                fix=f"Run all but the last microbatch under `{call}`, forward included.",
+            )
+        )
+    if needless.setting:
+        found.append(
+            Finding(
+                "PL920",
+                where=ranks,
+                saw="DDP searches for unused parameters, and every backward so far used the same ones.",
+                rule="The search walks through the graph in each step, and costs one more collective.",
+                fix=f"If the model always uses the same parameters, give DistributedDataParallel "
+                f"{needless.setting}; a backward that leaves others out then ends in an error or a hang.",
+            )
+        )
+    return found
 
 
 def describe_phase(phase: str) -> str:

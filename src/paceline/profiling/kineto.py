@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.profiling.rank.loop import METADATA
+from paceline.profiling.trace import Reducer
 from paceline.reading import open_file
 
 MOST_BYTES = 2 << 30
@@ -72,6 +73,7 @@ class Recorded:
         collections: of garbage: begin, end and number of a place.
         places: file, line, function and module.
         scheduling: instants, and for how long the training loop had run, and waited for a core.
+        reducers: of each DDP module.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
     """
 
@@ -87,6 +89,7 @@ class Recorded:
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
     scheduling: list[tuple[int, int, int]] = field(default_factory=list)
+    reducers: list[Reducer] = field(default_factory=list)
 
 
 @dataclass

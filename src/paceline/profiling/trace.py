@@ -92,6 +92,21 @@ class CodePlace:
         return describe_place(self.file, self.line, self.function)
 
 
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """A DDP module of the rank.
+
+    Attributes:
+        finds_unused: whether it searches the graph for unused parameters before each backward.
+        unused_bytes: of the parameters that a backward did not use.
+        is_constant: whether all backwards so far used the same parameters.
+    """
+
+    finds_unused: bool
+    unused_bytes: int
+    is_constant: bool
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """The trace of one rank; all times are nanoseconds on the clock of the first rank.
@@ -115,6 +130,7 @@ class RankTrace:
             until then; no rows if unknown.
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
         members: the global ranks of its process groups, by name; those that are missing are unknown.
+        reducers: its DDP modules, if Paceline recorded the trace.
     """
 
     rank: int
@@ -131,6 +147,7 @@ class RankTrace:
     collections: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
     places: tuple[CodePlace, ...] = ()
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
+    reducers: tuple[Reducer, ...] = ()
     is_loader_inline: bool = False
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 

@@ -127,6 +127,18 @@ def _wrap_wait(original: Any, note: Callable[[int, int], None]) -> Any:
     return wait
 
 
+def describe_reducer(torch: Any, module: Any) -> dict[str, Any] | None:
+    """Return how a DDP module reduces, as `trace.Reducer` has it; `None` for another module."""
+    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return None
+    facts = module._get_ddp_logging_data()
+    return {
+        "finds_unused": bool(module.find_unused_parameters) and not module.static_graph,
+        "unused_bytes": int(facts.get("unused_parameter_size", 0)),
+        "is_constant": bool(module.reducer._ddp_graph_static()),
+    }
+
+
 def is_profiling(torch: Any) -> bool | None:
     """Return whether torch's profiler runs in this thread; `None` if that cannot be known."""
     with suppress(AttributeError):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.torch_seams.profiling import allow_global_hooks, note_waits
+from paceline.torch_seams.profiling import allow_global_hooks, describe_reducer, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
 METADATA = "paceline"
@@ -96,6 +96,16 @@ class LoopTimes:
                     module.register_forward_pre_hook(_enter_outermost, prepend=True),
                     module.register_forward_hook(_leave_outermost, always_call=True),
                 ]
+
+    def list_reducers(self) -> list[dict[str, Any]]:
+        """Return the facts of each DDP module among the outermost ones."""
+        found = []
+        for module in self._seen:
+            with suppress(Exception):  # another torch's DDP: nothing is advised on it
+                facts = describe_reducer(self._torch, module)
+                if facts is not None:
+                    found.append(facts)
+        return found
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -152,6 +152,7 @@ class Recording:
             "collections": self._sampler.collections,
             "places": places,
             "scheduling": sorted(self._sampler.scheduling),
+            "reducers": self._loop.list_reducers(),
             "loop": {
                 "forward": self._loop.forwards,
                 "backward": self._loop.backwards,
