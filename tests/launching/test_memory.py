@@ -1,12 +1,10 @@
-"""Whether the kernel killed a rank for memory: from its log, its counts, and a real kill."""
+"""Whether the kernel killed a rank for memory: from its counts, and a real kill."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,29 +18,13 @@ ON_MACHINE = (
     "time."
 )
 
-# Records as /dev/kmsg gives them: by a cgroup's limit, and by the machine's end.
-KMSG_GROUP = (
-    "3,1201,99100,-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:9300000kB, "
-    "anon-rss:1480000kB, file-rss:70000kB, shmem-rss:0kB, UID:0 pgtables:4000kB oom_score_adj:0\n"
-)
-KMSG_MACHINE = (
-    "3,1202,99200,-;Out of memory: Killed process 815 (python) total-vm:9300000kB, anon-rss:3250000kB, "
-    "file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:4000kB oom_score_adj:0\n"
-)
-
 
 class Kernel:
     """A stand-in for the kernel's files, in a folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.records: list[str | OSError] = []
-        self.can_read_log = True
-        self._open, self._read = os.open, os.read
-        self._left: list[str | OSError] = []
         monkeypatch.setattr(memory, "Path", self._redirect)
-        monkeypatch.setattr(memory.os, "open", self._open_log)
-        monkeypatch.setattr(memory.os, "read", self._read_log)
 
     def write(self, path: str, text: str) -> None:
         target = self.folder / path.lstrip("/")
@@ -51,25 +33,6 @@ class Kernel:
 
     def _redirect(self, path: str) -> Path:
         return self.folder / path.lstrip("/")
-
-    def _open_log(self, path: Any, *args: Any, **options: Any) -> int:
-        if path != "/dev/kmsg":
-            return self._open(path, *args, **options)
-        if not self.can_read_log:
-            raise PermissionError(1, "Operation not permitted")
-        self._left = list(self.records)
-        self._log = self._open(os.devnull, os.O_RDONLY)
-        return self._log
-
-    def _read_log(self, fd: int, size: int) -> bytes:
-        if fd != getattr(self, "_log", None):
-            return self._read(fd, size)
-        if not self._left:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        record = self._left.pop(0)
-        if isinstance(record, OSError):
-            raise record
-        return record.encode()
 
 
 @pytest.fixture
@@ -109,7 +72,7 @@ def test_nothing_is_counted_where_nothing_is_reported(kernel: Kernel) -> None:
     kernel.write("/proc/self/cgroup", "0::/job\n")
     kernel.write("/proc/vmstat", "nr_free_pages 5\n")
     assert count_oom_kills() == OomCounts(None, None)
-    assert explain_kill(4711, OomCounts(None, None)) == ""
+    assert explain_kill(OomCounts(None, None)) == ""
 
 
 def test_the_counts_of_this_machine_can_be_read() -> None:
@@ -137,37 +100,8 @@ def test_counts_that_have_grown_explain(
     monkeypatch: pytest.MonkeyPatch,
     kernel: Kernel,
 ) -> None:
-    kernel.can_read_log = False
     monkeypatch.setattr(memory, "count_oom_kills", lambda: OomCounts(*now))
-    assert explain_kill(4711, OomCounts(*before)) == words
-
-
-# ---- the kernel's log
-
-
-def test_the_log_reports_of_the_process_itself(kernel: Kernel) -> None:
-    kernel.records = ["6,1,1,-;usb 1-1: new device\n", KMSG_GROUP, KMSG_MACHINE]
-    none = OomCounts(None, None)
-    assert explain_kill(4711, none) == (
-        "The kernel's out-of-memory killer ended it: the memory of its cgroup (container, job) ran out. "
-        "It held 1.48 GB."
-    )
-    assert explain_kill(815, none) == (
-        "The kernel's out-of-memory killer ended it: the memory of this machine ran out. It held 3.25 GB."
-    )
-    assert explain_kill(471, none) == "", "471 is not 4711"
-    assert explain_kill(47110, none) == ""
-
-
-def test_records_that_are_overwritten_are_skipped(kernel: Kernel) -> None:
-    kernel.records = [BrokenPipeError(32, "Broken pipe"), KMSG_GROUP]
-    assert "its cgroup" in explain_kill(4711, OomCounts(None, None))
-
-
-def test_the_log_does_not_hide_the_counts(kernel: Kernel) -> None:
-    kernel.records = [KMSG_MACHINE]
-    kernel.write("/proc/vmstat", "oom_kill 13\n")
-    assert explain_kill(4711, OomCounts(None, 12)) == ON_MACHINE
+    assert explain_kill(OomCounts(*before)) == words
 
 
 # ---- a real one
@@ -178,7 +112,7 @@ import subprocess, sys
 from paceline.launching.ending.memory import count_oom_kills, explain_kill
 before = count_oom_kills()
 eater = subprocess.Popen([sys.executable, "-c", {EAT!r}])
-print(eater.wait(), explain_kill(eater.pid, before), sep="|")
+print(eater.wait(), explain_kill(before), sep="|")
 """
 
 
@@ -204,4 +138,4 @@ def test_a_kill_that_was_not_for_memory_is_not(tmp_path: Path) -> None:
     sleeper.wait()
     if count_oom_kills() != before:
         pytest.skip("the kernel has just killed another process for memory")
-    assert explain_kill(sleeper.pid, before) == ""
+    assert explain_kill(before) == ""

@@ -202,7 +202,7 @@ def _explain_end(job: Job, ranks: Ranks, process: RankProcess, status: int) -> s
     if ranks.keeper_died:
         return "The process that ranks are forked from was killed, and the ranks with it."
     if status == -signal.SIGKILL:
-        return describe_kill(process.pid, job.ooms)
+        return describe_kill(job.ooms)
     return job.explain_early_end(process) if status >= 0 else ""
 
 
@@ -215,7 +215,7 @@ def _describe_memory(job: Job, process: RankProcess, cause: Ending) -> str:
         return describe(account) if cause.code >= 0 else ""
     is_counted = job.ooms.in_group is not None or job.ooms.on_machine is not None
     is_killed = cause.code == -signal.SIGKILL or _WORKER_KILLED in cause.trace
-    if not is_killed or (is_counted and not explain_kill(process.pid, job.ooms)):
+    if not is_killed or (is_counted and not explain_kill(job.ooms)):
         return ""
     before_s = (process.ended_s or time.time()) - account.time_s
     return f"{format_seconds(max(0.0, before_s))} before its end: {describe(account)}"

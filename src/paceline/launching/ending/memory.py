@@ -1,9 +1,7 @@
-"""Finds whether the kernel killed a process because memory ran out, from the kernel's counts and log."""
+"""Finds whether the kernel killed a process because memory ran out, from the kernel's counts."""
 
 from __future__ import annotations
 
-import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +25,8 @@ def count_oom_kills() -> OomCounts:
     return OomCounts(None, machine)
 
 
-def explain_kill(pid: int, before: OomCounts) -> str:
-    """Explain a SIGKILL from the kernel's log of that process, or from the counts since `before`."""
-    line = _find_in_kernel_log(pid)
-    if line is not None:
-        group = "" if "Memory cgroup" not in line else " of its cgroup (container, job)"
-        used = re.search(r"anon-rss:(\d+)kB", line)
-        size = f" It held {int(used[1]) / 1e6:.2f} GB." if used else ""
-        whose = group or " of this machine"
-        return f"The kernel's out-of-memory killer ended it: the memory{whose} ran out.{size}"
+def explain_kill(before: OomCounts) -> str:
+    """Explain a SIGKILL from the counts since `before`; empty if they have not grown."""
     now = count_oom_kills()
     if before.in_group is not None and now.in_group is not None and now.in_group > before.in_group:
         return (
@@ -49,9 +40,9 @@ def explain_kill(pid: int, before: OomCounts) -> str:
     return ""
 
 
-def describe_kill(pid: int, before: OomCounts) -> str:
+def describe_kill(before: OomCounts) -> str:
     """Return one sentence on a SIGKILL, even if the kernel reports nothing."""
-    known = explain_kill(pid, before)
+    known = explain_kill(before)
     if known:
         return known
     if before.in_group is None and before.on_machine is None:
@@ -79,24 +70,3 @@ def _find_number(path: Path, name: str) -> int | None:
             if key == name:
                 return int(value)
     return None
-
-
-def _find_in_kernel_log(pid: int) -> str | None:
-    """Return the line of the kernel's log, if this user may read it."""
-    try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    found = None
-    try:
-        while True:
-            try:
-                record = os.read(fd, 8192).decode(errors="replace")
-            except BrokenPipeError:  # overwritten while we read
-                continue
-            if re.search(rf"Killed process {pid}\b", record):
-                found = record
-    except OSError:  # no more records, or not allowed
-        return found
-    finally:
-        os.close(fd)
