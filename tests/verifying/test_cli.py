@@ -18,7 +18,6 @@ from paceline.cli.verify_report import (
     as_table,
     describe_end,
     describe_layout,
-    describe_markdown,
 )
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -151,10 +150,6 @@ def test_what_people_read() -> None:
     assert "3 of 5 layouts are legal" in end
     assert "   2  It is 1/2. It is a sum. [PL703]" in end
     assert str(WRONG) in end
-    table = describe_markdown(VERIFIED, asked).splitlines()
-    assert table[2] == "| 1 | `dp_replicate=1` | ok | 0 | 0 | every bit the same | every bit the same |"
-    assert table[3] == "| 2 | `dp_replicate=2` | DIFFERS | inf | 3 | gradient of x, step 1 |  |"
-    assert table[4] == "| 4 | `dp_replicate=4` | ok | 0.02 | 2 | loss, step 2 | within rounding |"
 
 
 def test_json_knows_no_infinity() -> None:

@@ -68,9 +68,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="overrides a key of the recipe, for example train.reduction=fast; may be given several times",
     )
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    shape.add_argument("--markdown", action="store_true", help="print a table in Markdown, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -83,21 +81,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PacelineError: for a recipe, layouts or numbers that cannot be; PL720 to PL722.
     """
-    quiet = args.json or args.markdown
 
     def show(result: LayoutResult) -> None:
         from paceline.cli import verify_report
 
-        print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
+        print(verify_report.describe_layout(result), file=sys.stderr if args.json else sys.stdout, flush=True)
 
     is_own = ":" in args.recipe and not args.recipe.endswith(".toml")
-    verified, asked = (_verify_function if is_own else _verify_recipe)(args, show, quiet=quiet)
+    verified, asked = (_verify_function if is_own else _verify_recipe)(args, show, quiet=args.json)
     from paceline.cli import verify_report
 
     if args.json:
         print(json.dumps(verify_report.as_table(verified, asked)))
-    elif args.markdown:
-        print(verify_report.describe_markdown(verified, asked))
     else:
         print(verify_report.describe_end(verified, asked))
     if verified.ok:

@@ -80,30 +80,6 @@ _VERDICTS = {
 }
 
 
-def describe_markdown(verified: Verified, asked: Asked) -> str:
-    """Return a table for documents."""
-    lines = [
-        "| ranks | layout | result | largest difference / tolerance | in units of rounding | where "
-        "| forward |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for result in verified.results:
-        cells = [str(result.num_ranks), f"`{result.layout}`", _WORDS[result.status]]
-        if result.status in ("ok", "differs"):
-            cells += [_ratio(result.worst), f"{result.worst_noise:.2g}", _where(result.worst_where)]
-            if result.same_bits:
-                cells[-1] = "every bit the same"
-            cells.append(_FORWARD[result.forward_bits])
-        else:
-            cells += ["", "", "", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    if asked.num_candidates:
-        lines += ["", f"{len(asked.layouts)} of {asked.num_candidates} layouts are legal."]
-    for finding in [*verified.findings, *verified.remarks, *verified.draws]:
-        lines += ["", str(finding)]
-    return "\n".join(lines)
-
-
 def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
     """Return all results, JSON-able."""
     table: dict[str, Any] = as_plain(asdict(verified))
