@@ -7,8 +7,8 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from typing import Any
 
+from paceline.cli.default_word import take_default
 from paceline.cli.plan_layouts import NAME, add_layouts
 from paceline.errors import PacelineError
 from paceline.pipeline.picture import draw_text
@@ -19,29 +19,10 @@ from paceline.pipeline.simulate import Costs, Simulation, simulate
 _MOST_ACTIONS = 200_000
 
 
-class _Targets(dict[str, Any]):
-    """The words after `plan`: those that are known, and whatever looks like a file or a function."""
-
-    def __contains__(self, word: object) -> bool:
-        return super().__contains__(word) or (isinstance(word, str) and ("." in word or ":" in word))
-
-
-class _Kinds(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """Takes a target in place of a word: `paceline plan recipe.toml`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.choices = self._name_parser_map = _Targets()
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        known = values[0] in list(self._name_parser_map)
-        super().__call__(parser, namespace, values if known else [NAME, *values], option_string)
-
-
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser("plan", help="which layout fits and is fastest, before renting machines")
-    kinds = parser.add_subparsers(dest="plan", required=True, metavar="TARGET|WHAT", action=_Kinds)
+    kinds = parser.add_subparsers(dest="plan", required=True, metavar="TARGET|WHAT")
     add_layouts(kinds)
     schedule = kinds.add_parser(
         "schedule",
@@ -71,6 +52,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     schedule.set_defaults(run=run)
+    take_default(parser, NAME, lambda word: "." in word or ":" in word)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from paceline.cli.default_word import take_default
 from paceline.errors import PacelineError
 
 _DESCRIPTION = """
@@ -40,7 +39,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     read.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     read.set_defaults(run=run)
     _add_script(kinds)
-    _accept_scripts(parser, tuple(kinds.choices))
+    known = (*kinds.choices, "-h", "--help")
+    take_default(parser, _SCRIPT, lambda word: word not in known)
 
 
 def _say_what_to_type(args: argparse.Namespace) -> int:
@@ -76,18 +76,6 @@ def _add_recording_flags(ours: argparse._ActionsContainer) -> None:
         help="the first optimizer step to record (default 7)",
     )
     ours.add_argument("--steps", type=int, metavar="N", help="optimizer steps to record (default 20)")
-
-
-def _accept_scripts(parser: argparse.ArgumentParser, commands: Sequence[str]) -> None:
-    """Make a parser accept a script, with flags before it, in place of a command."""
-    parse = parser.parse_known_args
-
-    def parse_script(words: Any = None, namespace: Any = None) -> Any:
-        if words and words[0] not in (*commands, "-h", "--help"):
-            words = [_SCRIPT, *words]
-        return parse(words, namespace)
-
-    vars(parser)["parse_known_args"] = parse_script
 
 
 def run(args: argparse.Namespace) -> int:
