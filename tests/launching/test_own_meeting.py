@@ -128,14 +128,6 @@ def test_ranks_of_torchrun_do_not_start_ranks(tmp_path: Path) -> None:
     assert "[PL348]" in text
 
 
-def test_arguments_of_a_script_are_not_readable_by_others(tmp_path: Path) -> None:
-    words = ("--log-dir", "kept", "--nproc-per-node", "1", script("sums.py"), "1")
-    with Launched(tmp_path, paceline_run(*words)) as job:
-        assert job.wait(LIMIT_S) == 0, job.text
-        (record,) = (job.work / "kept").rglob("run.json")
-        assert record.stat().st_mode & 0o077 == 0
-
-
 def test_a_port_that_another_process_has_is_named(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -8,7 +8,6 @@ then torchelastic starts, with its threads. From there on the main thread only w
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -316,7 +315,6 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
             config, command, args = _configure(job)
             check_signals()  # a signal before `stop` took over may have been swallowed by an import
-            _record(job, config)
             with watching(job.watcher, job.folder, ranks, job.rounds):
                 stop.supervise(start_thread(work), job.pump, job.watcher)
         judge(job, ranks, outcome[0] if outcome else None, stop)
@@ -329,25 +327,6 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
             shutil.rmtree(job.logs, ignore_errors=True)
             with suppress(OSError):
                 job.logs.parent.rmdir()  # succeeds only if it is empty
-
-
-def _record(job: ScriptJob, config: LaunchConfig) -> None:
-    """Write to the logs' folder the settings that affect a run's numbers and are not in its command line."""
-    import torch
-
-    record = {
-        "script": job.script.words if job.script else [job.flags.training_script],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "nnodes": job.flags.nnodes,
-        "nproc_per_node": config.nproc_per_node,
-        "threads_per_rank": os.environ["OMP_NUM_THREADS"],
-        "start": "warm" if job.is_warm else "cold",
-        "torch": torch.__version__,
-    }
-    # Arguments of a script may hold a token.
-    private = partial(os.open, mode=0o600)
-    with open(job.logs / "run.json", "w", encoding="utf-8", opener=private) as file:
-        file.write(json.dumps(record, indent=2) + "\n")
 
 
 def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:

@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -94,7 +93,7 @@ class StoreRendezvous(RendezvousHandler):
         self._record = Record()
         self._formed: Formed | None = None
         self._news: str | None = None
-        self._lost = self._has_failed = self._has_finished = self._has_warned = self._is_leaving = False
+        self._lost = self._has_failed = self._has_finished = self._is_leaving = False
         self._newcomers: tuple[list[str], float] = ([], 0.0)
         self._refused: set[str] = set()
         self._beat_s = self._began_s = time.monotonic()
@@ -361,19 +360,6 @@ class StoreRendezvous(RendezvousHandler):
                     "(docs/run.md)",
                     node,
                 )
-        machines = Counter((node.name, node.address) for node in formed.nodes)
-        local = ("localhost", "::1", "127.")
-        twins = [
-            f"{name} ({address})"
-            for (name, address), of_it in machines.items()
-            if of_it > 1 and not address.startswith(local)
-        ]
-        if twins and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%s has several launchers of this job, whose ranks share its devices; start one per node",
-                ", ".join(twins),
-            )
 
     # ---- called in the thread of the beats
 
