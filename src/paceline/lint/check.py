@@ -14,7 +14,7 @@ from paceline.lint.evaluation import GaveUp
 from paceline.lint.interpreter import Interpreter
 from paceline.lint.rules import RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
-from paceline.lint.scopes import Function, Module
+from paceline.lint.scopes import Function, Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
 from paceline.lint.values import WITNESSES, Value, unknown
 
@@ -113,19 +113,14 @@ def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
         if value.kind == "func" and isinstance(value.ref, Function) and value.ref.module is module:
             _enter(run, value, bool(initialized))
         elif value.kind == "class" and value.ref.module is module:
-            methods = [
-                one for one in value.ref.names.values() if isinstance(one, Value) and one.kind == "func"
-            ]
+            members = value.ref.names.values()
+            methods = [one for one in members if isinstance(one, Value) and one.kind == "func"]
             if any(id(one.ref.node) not in run.visited for one in methods):
                 from paceline.lint import library
 
-                before = run.out
-                run.out = []
-                try:
-                    run.frame = run.module_frame(module)
+                with run.into([]):
+                    run.frame = ScriptFrame(module.names, module)
                     me = library.instantiate(run, value, [Value("*", ref=unknown())], {}, value.ref.node)
-                finally:
-                    run.out = before
                 for one in methods:
                     if getattr(one.ref.node, "name", "") != "__init__":
                         _enter(run, one, bool(initialized), me)
@@ -134,7 +129,7 @@ def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
 def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | None = None) -> None:
     if id(value.ref.node) in run.visited:
         return
-    run.frame = run.module_frame(value.ref.module)
+    run.frame = ScriptFrame(value.ref.module.names, value.ref.module)
     run.initialized, run.is_assumed, run.device_set, run.seed = True, True, True, None
     run.num_unread_calls += not initialized
     run.no_sync, run.no_grad, run.loops = [], 0, ()

@@ -10,8 +10,7 @@ from contextlib import suppress
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from paceline.lint import library
-from paceline.lint.facts import deps_of
+from paceline.lint import facts, library
 from paceline.lint.scopes import Function, ScriptFrame
 from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown
 
@@ -150,7 +149,7 @@ class Evaluator:
                 entries[str(name.const)] = value
             else:
                 entries = None
-        return Value("dict", taint=mix(values), deps=deps_of(values), attrs={"#entries": entries})
+        return Value("dict", taint=mix(values), deps=facts.deps_of(values), attrs={"#entries": entries})
 
     def _eval_lambda(self, node: ast.Lambda) -> Value:
         return Value("func", ref=Function(node, self.frame, self.frame.module), node=node)
@@ -240,7 +239,7 @@ class Evaluator:
             if not (is_long and right.const > _LONGEST):
                 with suppress(Exception):
                     result = constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
-                    library.keep_facts(result, left, op, right)
+                    facts.keep_facts(result, left, op, right)
                     return result
         items = left.items if left.kind == "list" else None
         if items is not None and isinstance(op, ast.Add) and right.kind == "list" and right.items is not None:
@@ -249,7 +248,7 @@ class Evaluator:
             return sequence(items * min(right.const, _LONGEST))
         kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
         result = Value(kind, taint=taint, deps=deps, node=node)
-        library.keep_facts(result, left, op, right)
+        facts.keep_facts(result, left, op, right)
         library.divided_by_devices(self, left, op, right, node)
         return result
 
@@ -270,7 +269,7 @@ class Evaluator:
         taint = left.taint | right.taint
         if isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             is_in = isinstance(op, (ast.In, ast.NotIn))
-            found = library.contains(right, left) if is_in else library.is_same(left, right)
+            found = facts.contains(right, left) if is_in else facts.is_same(left, right)
             return (
                 unknown(taint)
                 if found is None
@@ -288,12 +287,12 @@ class Evaluator:
     def _comprehension(self, node: Any) -> Value:
         generators: list[ast.comprehension] = node.generators
         source = self.eval(generators[0].iter)
-        items = library.known_items(source)
+        items = facts.known_items(source)
         if items is not None and len(generators) == 1 and len(items) <= _MOST_KEPT and hasattr(node, "elt"):
             kept = self._each(node, generators[0], items)
             if kept is not None:
                 result = sequence(kept)
-                library.inherit(result, [source])
+                facts.inherit(result, [source])
                 return result
         sources = [source]
         for i, generator in enumerate(generators):
@@ -303,13 +302,13 @@ class Evaluator:
             for test in generator.ifs:
                 self.eval(test)
         value = self.eval(node.elt if hasattr(node, "elt") else node.value)
-        taint, deps = mix([value, *sources]), deps_of((value, *sources))
+        taint, deps = mix([value, *sources]), facts.deps_of((value, *sources))
         kind = "list" if hasattr(node, "elt") else "dict"
         result = Value(kind, taint=taint, deps=deps, node=node, attrs={"#element": value})
-        count = library.known_length(source)
+        count = facts.known_length(source)
         if kind == "list" and count is not None and len(generators) == 1 and not generators[0].ifs:
             result.attrs["#items"] = (value,) * min(count, _LONGEST)
-        library.inherit(result, sources)
+        facts.inherit(result, sources)
         return result
 
     def _each(self, node: Any, generator: ast.comprehension, items: tuple[Value, ...]) -> list[Value] | None:
@@ -338,7 +337,7 @@ class Evaluator:
             return reduce(join, [self.element(one, index) for one in value.ref])
         taint = value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN
         result = Value("tensor" if value.kind == "tensor" else "", taint=taint, deps=value.deps)
-        library.inherit(result, [value])
+        facts.inherit(result, [value])
         if value.fact("part"):
             result.attrs["#part"] = True
         return result

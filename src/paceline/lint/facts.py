@@ -234,6 +234,11 @@ class KnownCall:
             return self.args[index]
         return self.kwargs.get(name) if name in self.kwargs or "**" not in self.kwargs else unknown()
 
+    def is_set(self, name: str) -> bool:
+        """Return whether a keyword argument is given, and known to be true."""
+        value = self.kwargs.get(name)
+        return value is not None and value.is_known and bool(value.const)
+
     def tell(self, kind: str, result: _Result, **data: Any) -> _Result:
         """Record an event, and return the result."""
         self.run.emit(kind, self.node, **data)

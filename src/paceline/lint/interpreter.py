@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.lint import library
+from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
-from paceline.lint.facts import deps_of
 from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
 from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, join, sequence, unknown
@@ -94,7 +93,8 @@ class Interpreter(Evaluator):
         return event
 
     @contextmanager
-    def _into(self, items: list[Item]) -> Iterator[None]:
+    def into(self, items: list[Item]) -> Iterator[None]:
+        """Let what happens be recorded there."""
         before, self.out = self.out, items
         try:
             yield
@@ -120,14 +120,6 @@ class Interpreter(Evaluator):
             self.execute(module.tree.body)
         finally:
             self.frame = before
-
-    def module_frame(self, module: Module) -> ScriptFrame:
-        """Return a frame at the top of a module."""
-        return ScriptFrame(module.names, module)
-
-    def environ_guard(self) -> bool:
-        """Return whether what runs now depends on something that is not known."""
-        return self.num_forks > 0
 
     def find_module(self, name: str, level: int) -> Module | None:
         """Return the module beside the script that an import means."""
@@ -328,7 +320,7 @@ class Interpreter(Evaluator):
             self.device_set, self.initialized = before
             if assumed and condition.is_opaque:
                 self.set(condition.attrs, "#assumed", assumed[i])
-            with self._into(items):
+            with self.into(items):
                 found = arm()
             changes = [change for change in self._undo(mark) if change[1] != "#assumed"]
             branch.arms.append(items)
@@ -369,7 +361,7 @@ class Interpreter(Evaluator):
 
     def _run_for(self, node: ast.For | ast.AsyncFor) -> frozenset[str]:
         source = self.eval(node.iter)
-        items = library.known_items(source)
+        items = facts.known_items(source)
         if items is not None and len(items) <= _MOST_UNROLLED and is_worth_unrolling(node):
             ends: frozenset[str] = NEXT
             for item in items:
@@ -380,7 +372,7 @@ class Interpreter(Evaluator):
                     return (ends - NEXT) | (NEXT if "break" in found else frozenset())
             return ends
         loop = LoopItem(node, self.frame.module.path, Taint.NONE, [])
-        loop.count = len(items) if items is not None else library.known_length(source)
+        loop.count = len(items) if items is not None else facts.known_length(source)
         loop.is_uneven = bool(source.fact("uneven"))
         loop.is_joined = self.num_joins > 0
 
@@ -405,7 +397,7 @@ class Interpreter(Evaluator):
             mark, saved = len(self.trail), (self.device_set, self.initialized, self.frame.taint)
             pending, self.frame.pending = self.frame.pending, {}
             returns = len(self.frame.returns)
-            with self._into([]):
+            with self.into([]):
                 body()
             sides = [self._undo(mark), *self.frame.pending.get("continue", [])]
             self.frame.pending = pending
@@ -415,7 +407,7 @@ class Interpreter(Evaluator):
             self._forget(sides)
         pending, self.frame.pending = self.frame.pending, {}
         mark = len(self.trail)
-        with self._into(loop.body):
+        with self.into(loop.body):
             found = body()
         inner, self.frame.pending = self.frame.pending, pending
         changes = self._undo(mark)
@@ -467,7 +459,7 @@ class Interpreter(Evaluator):
 
     def _run_try(self, node: ast.Try) -> frozenset[str]:
         items: list[Item] = []
-        with self._into(items):
+        with self.into(items):
             ends = self.execute(node.body)
             if "next" in ends:
                 ends = (ends - NEXT) | self.execute(node.orelse)
@@ -478,7 +470,7 @@ class Interpreter(Evaluator):
             mark, arm = len(self.trail), list[Item]()
             if handler.name:
                 self.assign(ast.Name(handler.name), unknown(Taint.UNKNOWN | Taint.LOCAL))
-            with self._into(arm):
+            with self.into(arm):
                 found = self.execute(handler.body)
             handled.append((handler, arm, found))
             changes = self._undo(mark)
@@ -510,7 +502,7 @@ class Interpreter(Evaluator):
         function: Function = value.ref
         definition: Any = function.node
         if self.depth > _MOST_CALLS or id(definition) in self.active:
-            return unknown(deps=deps_of(args))
+            return unknown(deps=facts.deps_of(args))
         self.tick()
         self.visited.add(id(definition))
         frame = ScriptFrame({}, function.module, function.frame)
@@ -525,7 +517,7 @@ class Interpreter(Evaluator):
         if isinstance(definition, ast.Lambda):
             body = [ast.copy_location(ast.Return(definition.body), definition.body)]
         try:
-            with self._into(items):
+            with self.into(items):
                 ends = self.execute(body)
         finally:
             self.frame, self.conditions = before

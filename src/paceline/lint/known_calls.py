@@ -19,6 +19,7 @@ from paceline.lint.facts import (
     known_items,
     known_length,
     make,
+    take_slice,
 )
 from paceline.lint.names import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
@@ -70,8 +71,7 @@ def call_new_group(c: KnownCall) -> Value:
         items = known_items(ranks)
         if items is not None and all(item.is_known and isinstance(item.const, int) for item in items):
             members = tuple(item.const for item in items)
-    local = c.kwargs.get("use_local_synchronization")
-    if local is None or (local.is_known and not local.const):
+    if "use_local_synchronization" not in c.kwargs:
         c.run.emit("coll", c.node, op=c.name, via="group")
     return make(c.run, "group", c.node, members=members)
 
@@ -148,12 +148,8 @@ def call_sampler(c: KnownCall) -> Value:
 @known("datasets.load_dataset datasets.distributed.split_dataset_by_node torchvision.datasets.*")
 @known("data.TensorDataset data.Subset data.ConcatDataset data.ChainDataset data.random_split")
 def call_dataset(c: KnownCall) -> Value:
-    values = c.values
-    value = make(c.run, "dataset", c.node, values)
-    streaming = c.kwargs.get("streaming")
-    value.attrs["#iterable"] = (
-        bool(streaming is not None and streaming.is_known and streaming.const) or c.name == "ChainDataset"
-    )
+    value = make(c.run, "dataset", c.node, c.values)
+    value.attrs["#iterable"] = c.is_set("streaming") or c.name == "ChainDataset"
     value.attrs["#read"] = True
     if c.name == "split_dataset_by_node":
         value.attrs["#split"] = True
@@ -186,10 +182,7 @@ def call_scheduler(c: KnownCall) -> Value:
 def call_amp(c: KnownCall) -> Value:
     if c.name != "GradScaler":
         return Value("context")
-    enabled = c.kwargs.get("enabled")
-    return make(
-        c.run, "scaler", c.node, enabled=not (enabled is not None and enabled.is_known and not enabled.const)
-    )
+    return make(c.run, "scaler", c.node, enabled=c.kwargs.get("enabled", constant(True)).const is not False)
 
 
 @known("torch.load")
@@ -242,20 +235,16 @@ def call_module(c: KnownCall) -> Value | None:
 
 @known("dcp.*")
 def call_dcp(c: KnownCall) -> Value | None:
-    whole = c.kwargs.get("options")
-    if c.name in ("save", "load", "async_save"):
-        no_dist = c.kwargs.get("no_dist")
-        group = c.kwargs.get("process_group")
-        if no_dist is None:
-            c.run.emit("coll", c.node, op=f"checkpoint.{c.name}", via="state", group=group)
-        return unknown()
-    if c.name in ("get_model_state_dict", "get_state_dict", "get_optimizer_state_dict"):
-        if whole is not None and whole.fact("whole"):
+    if c.name in ("save", "load", "async_save") and "no_dist" not in c.kwargs:
+        c.run.emit(
+            "coll", c.node, op=f"checkpoint.{c.name}", via="state", group=c.kwargs.get("process_group")
+        )
+    if c.name == "StateDictOptions":
+        return Value("options", attrs={"#whole": c.is_set("full_state_dict")})
+    if c.name.endswith("state_dict") and c.name.startswith("get_"):
+        if c.kwargs.get("options", unknown()).fact("whole"):
             c.run.emit("coll", c.node, op=c.name, via="state")
         return unknown(Taint.NONE)
-    if c.name == "StateDictOptions":
-        full = c.kwargs.get("full_state_dict")
-        return Value("options", attrs={"#whole": bool(full is not None and full.is_known and full.const)})
     return None
 
 
@@ -329,7 +318,9 @@ def call_builtin(c: KnownCall) -> Value:
         names = list(c.run.frame.names.values())
         return Value("super", ref=c.args[1] if len(c.args) > 1 else names[0] if names else unknown())
     if c.name == "next":
-        return call_next(c.run, first) if first.kind == "iterator" else c.run.element(first, 0)
+        source = first.ref if first.kind == "iterator" else first
+        is_batch = source is first.ref and source.kind == "loader"
+        return methods.batch_of(c.run, source) if is_batch else c.run.element(source, 0)
     if c.name == "dict":
         entries = dict(c.kwargs) if not c.args else None
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
@@ -342,22 +333,12 @@ def call_builtin(c: KnownCall) -> Value:
 
 def call_range(run: Any, args: list[Value]) -> Value:
     value = Value("range", taint=mix(args), ref=tuple(args))
-    if (
-        len(args) == 3
-        and Taint.RANK in args[0].taint
-        and args[2].is_known
-        and args[2].const == run.place.world
-    ):
-        value.attrs["#split"] = True
-        stop = args[1].const
-        if not (isinstance(stop, int) and stop % run.place.world == 0) and not args[1].fact("even"):
-            value.attrs["#uneven"] = True
+    if len(args) == 3:  # as a slice of what has as many elements
+        stop = args[1]
+        is_even = isinstance(stop.const, int) and stop.const % run.place.world == 0
+        whole = Value("list", attrs={"#even": is_even or stop.fact("even")})
+        inherit(value, [take_slice(run, whole, Value("slice", ref=tuple(args)))])
     return value
-
-
-def call_next(run: Any, first: Value) -> Value:
-    source = first.ref
-    return methods.batch_of(run, source) if source.kind == "loader" else run.element(source, 0)
 
 
 def call_isinstance(one: Value, cls: Value) -> Value:

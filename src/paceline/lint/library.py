@@ -8,19 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import calls, known_calls, methods
-from paceline.lint.facts import (
-    contains,
-    deps_of,
-    escape,
-    inherit,
-    is_same,
-    join_items,
-    keep_facts,
-    known_items,
-    known_length,
-    make,
-    take_slice,
-)
+from paceline.lint.facts import deps_of, escape, inherit, join_items, known_items, make, take_slice
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
@@ -28,10 +16,14 @@ if TYPE_CHECKING:
     from paceline.lint.interpreter import Interpreter as Run
 
 HANDLERS = known_calls  # which registers what it knows
-__all__ = ["canonical", "contains", "inherit", "is_same", "keep_facts", "known_items", "known_length"]
 
 # Other values don't mean other sizes.
 SIZES = words("shape size ndim dim numel dtype device requires_grad is_cuda stride element_size")
+_OF_SCRIPT = ("instance", "model", "dataset", "optimizer")
+# What a decorator says of a function.
+_DECORATORS = {name: name for name in ("no_grad", "property", "static", "classmethod", "context")}
+_DECORATORS |= {"inference_mode": "no_grad", "cached_property": "property", "staticmethod": "static"}
+_DECORATORS |= {"contextmanager": "context", "asynccontextmanager": "context"}
 
 
 def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) -> Value:
@@ -58,19 +50,14 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
         return value
     if owner.kind in ("instance", "model", "dataset") and owner.script_class is not None:
         member: Value | None = owner.ref.find(name)
-        if member is not None:
-            if member.kind == "func" and member.fact("property"):
-                return run.call_function(member, [], {}, node, owner=owner)  # type: ignore[no-any-return]
-            if member.kind == "func":
-                bound = Value("func", ref=member.ref, node=member.node, attrs=dict(member.attrs))
-                if not member.fact("static"):
-                    bound.attrs["#self"] = owner
-                return bound
-            return member
-    if owner.kind == "class":
-        member = owner.ref.find(name)
+        if member is not None and member.kind == "func" and member.fact("property"):
+            return run.call_function(member, [], {}, node, owner=owner)  # type: ignore[no-any-return]
+        if member is not None and member.kind == "func" and not member.fact("static"):
+            return Value("func", ref=member.ref, node=member.node, attrs={**member.attrs, "#self": owner})
         if member is not None:
             return member
+    if owner.kind == "class" and (member := owner.ref.find(name)) is not None:
+        return member
     # Whatever it is: the same object each time.
     taint = owner.taint
     if owner.fact("escaped") or owner.kind in ("instance", "class", "func"):
@@ -112,7 +99,7 @@ def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) ->
     for one in owner.alternatives():
         if one.kind == "environ":
             if key.is_known:
-                run.emit("setenv", node, key=key.const, value=value, guard=run.environ_guard())
+                run.emit("setenv", node, key=key.const, value=value, guard=run.num_forks > 0)
                 run.set(one.attrs, str(key.const), value)
                 if key.const == "CUDA_VISIBLE_DEVICES":
                     run.device_set = True
@@ -168,6 +155,12 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     return Value(kind, taint=owner.taint | (key.taint & ~Taint.UNKNOWN), deps=owner.deps)
 
 
+def _method(value: Value, name: str) -> Value | None:
+    """Return a method of an object of the script's."""
+    cls = value.script_class if value.kind in _OF_SCRIPT else None
+    return cls.method(name) if cls is not None else None
+
+
 def iterate(run: Any, source: Value, node: ast.AST) -> Value:
     """Return what a loop over a value gives in a round."""
     if source.kind == "union":
@@ -183,10 +176,8 @@ def iterate(run: Any, source: Value, node: ast.AST) -> Value:
         return methods.batch_of(run, source)
     if source.kind == "range":
         return unknown(source.taint)
-    if source.kind in ("instance", "dataset") and source.script_class is not None:
-        member = source.ref.find("__iter__")
-        if member is not None and member.kind == "func":
-            return run.element(run.call_function(member, [], {}, node, owner=source), 0)  # type: ignore[no-any-return]
+    if (member := _method(source, "__iter__")) is not None:
+        return run.element(run.call_function(member, [], {}, node, owner=source), 0)  # type: ignore[no-any-return]
     items = known_items(source)
     if items is not None:
         if all(item.is_known and not item.kind for item in items) and len(items) != 1:
@@ -202,16 +193,11 @@ def decorate(run: Any, decorator: ast.expr, value: Value) -> Value:
     last = name.rpartition(".")[2]
     if found.kind == "func":
         return run.call_function(found, [value], {}, decorator)  # type: ignore[no-any-return]
-    if found.kind == "no_grad" or last in ("no_grad", "inference_mode"):
-        value.attrs["#no_grad"] = True
-    elif last in ("property", "cached_property"):
-        value.attrs["#property"] = True
-    elif last == "staticmethod":
-        value.attrs["#static"] = True
-    elif last in ("contextmanager", "asynccontextmanager"):
-        value.attrs["#context"] = True
-    elif "rank_zero" in last or "on_main_process" in last or "main_process_only" in last:
-        value.attrs["#rank_zero"] = True
+    fact = "no_grad" if found.kind == "no_grad" else _DECORATORS.get(last)
+    if "rank_zero" in last or "on_main_process" in last or "main_process_only" in last:
+        fact = "rank_zero"
+    if fact is not None:
+        value.attrs[f"#{fact}"] = True
     return value
 
 
@@ -227,12 +213,11 @@ def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
         before = getattr(run, state)
         setattr(run, state, before + 1 if state != "device_set" else True)
         return partial(setattr, run, state, before)
-    if value.kind == "instance" and value.ref is not None:
-        first, last = value.ref.find("__enter__"), value.ref.find("__exit__")
-        if first is not None and first.kind == "func":
-            value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
-        if last is not None and last.kind == "func":
-            return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
+    first, last = _method(value, "__enter__"), _method(value, "__exit__")
+    if first is not None:
+        value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
+    if last is not None:
+        return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
     return lambda: None
 
 
@@ -261,12 +246,10 @@ def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value
         value.attrs["#iterable"] = bool(lasts & {"IterableDataset", "IterDataPipe"})
     if "?" in bases:
         value.attrs["#escaped"] = True
-    init = cls.ref.find("__init__")
-    if init is not None and init.kind == "func":
+    if (init := cls.ref.method("__init__")) is not None:
         run.call_function(init, args, kwargs, node, owner=value)
     else:
-        for name, field in kwargs.items():
-            value.attrs[name] = field
+        value.attrs.update(kwargs)
         escape(run, [*args, *kwargs.values()])
     return value
 
@@ -283,10 +266,8 @@ def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], n
         return calls.call_library(run, callee.ref, args, kwargs, node)
     if callee.kind in ("model", "ddp", "fsdp", "dp"):
         return methods.forward(run, callee, args, kwargs, node)
-    if callee.kind == "instance" and callee.ref is not None:
-        member = callee.ref.find("__call__")
-        if member is not None and member.kind == "func":
-            return run.call_function(member, args, kwargs, node, owner=callee)  # type: ignore[no-any-return]
+    if (member := _method(callee, "__call__")) is not None:
+        return run.call_function(member, args, kwargs, node, owner=callee)  # type: ignore[no-any-return]
     if callee.kind == "partial":
         function, first, named = callee.ref
         return call(run, function, [*first, *args], {**named, **kwargs}, node)
@@ -323,13 +304,10 @@ def call_method(
         return _call_super(run, owner, name, args, kwargs, node)
     if owner.kind in ("module", "class") or name in owner.attrs:
         member = get_attribute(run, owner, name, node)
-        if owner.kind == "class" and member.kind == "func" and member.fact("static") is None:
-            decorated = getattr(member.ref.node, "decorator_list", [])
-            if any(getattr(one, "id", "") == "classmethod" for one in decorated):
-                args = [owner, *args]
+        if owner.kind == "class" and member.fact("classmethod"):
+            args = [owner, *args]
         return call(run, member, args, kwargs, node)
-    of_script = owner.kind in ("instance", "model", "dataset", "optimizer")
-    if of_script and owner.script_class is not None and owner.ref.find(name) is not None:
+    if owner.kind in _OF_SCRIPT and owner.script_class is not None and owner.ref.find(name) is not None:
         return call(run, get_attribute(run, owner, name, node), args, kwargs, node)
     result = methods.call(run, owner, name, args, kwargs, node)
     if result is not None:
@@ -360,15 +338,13 @@ def _call_super(
     run: Run, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
 ) -> Value:
     me: Value = owner.ref
-    if me.kind not in ("instance", "model", "dataset", "optimizer") or me.script_class is None:
+    if me.kind not in _OF_SCRIPT or me.script_class is None:
         return unknown()
     inside = (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name))
     current = next(inside, me.ref)
     for base in current.bases:
-        if base.kind == "class":
-            member = base.ref.find(name)
-            if member is not None and member.kind == "func":
-                return run.call_function(member, args, kwargs, node, owner=me)
+        if base.kind == "class" and (member := base.ref.method(name)) is not None:
+            return run.call_function(member, args, kwargs, node, owner=me)
     if name == "__init__":
         return constant(None)
     return methods.call(run, me, name, args, kwargs, node) or unknown()

@@ -100,7 +100,7 @@ def is_quiet(run: Any, model: Value) -> bool | None:
     return found
 
 
-def backward(run: Any, loss: Value, node: ast.AST, scaler: Value | None = None) -> None:
+def backward(run: Any, loss: Value, node: ast.AST) -> None:
     """Record a backward."""
     wrapped = [dep for dep in loss.deps if dep.kind in ("ddp", "fsdp")]
     quiet = {model: is_quiet(run, model) for model in wrapped}
@@ -109,7 +109,7 @@ def backward(run: Any, loss: Value, node: ast.AST, scaler: Value | None = None) 
         node,
         deps=loss.deps,
         quiet=quiet,
-        scaler=loss.fact("scaled") or scaler,
+        scaler=loss.fact("scaled"),
         is_mean=bool(loss.fact("mean")),
         late=[model for model in wrapped if quiet[model] and model.fact("forward_quiet") is False],
     )

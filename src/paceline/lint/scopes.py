@@ -77,6 +77,11 @@ class Class:
                 return one.names[name]
         return None
 
+    def method(self, name: str) -> Value | None:
+        """Return a member that is a function."""
+        member = self.find(name)
+        return member if member is not None and member.kind == "func" else None
+
 
 def join_all(key: str, values: list[Any], by: Taint) -> Any:
     """Join what several arms left in an entry."""

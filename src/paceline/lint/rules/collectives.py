@@ -68,18 +68,20 @@ def _shape(tokens: list[Token]) -> tuple[Any, ...]:
     return tuple((token.signature, *(_shape(part) for part in token.parts)) for token in tokens)
 
 
+def _members(event: TraceEvent, place: WitnessPlace) -> tuple[int, ...] | None:
+    """Return the ranks of a group; None if they are not known, or a witness is not among them."""
+    if event.group is None or event.group.is_none:
+        return tuple(range(place.world))
+    members: tuple[int, ...] | None = event.group.fact("members") if event.group.kind == "group" else None
+    return members if members is not None and place.rank in members else None
+
+
 def tokens_of(event: TraceEvent, place: WitnessPlace, other: WitnessPlace | None = None) -> Iterator[Token]:
     if event.kind == "coll":
-        key: Any = "world"
-        group = event.group
-        if group is not None and not group.is_none:
-            key = group.fact("members") if group.kind == "group" else None
-            if key is None or place.rank not in key or len(key) == 1:
-                return
-            if other is not None and other.rank not in key:
-                return
-            key = "world" if len(key) == place.world else key
-        yield Token((event.op, key), event)
+        members = _members(event, place)
+        if members is None or len(members) == 1 or (other is not None and other.rank not in members):
+            return
+        yield Token((event.op, "world" if len(members) == place.world else members), event)
     elif event.kind == "forward":
         model = event.model
         if model.fact("group") is not None:
@@ -188,13 +190,10 @@ def wrong_source(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     yield from _of_code(witnesses, "PL010")
     for witness in witnesses:
         for event in witness.events("coll"):
-            group, source = event.group, event.source
-            if group is None or source is None or group.kind != "group" or not source.is_known:
+            members, source = _members(event, witness.place), event.source
+            if members is None or len(members) == witness.place.world or source is None:
                 continue
-            members = group.fact("members")
-            if members is None or witness.place.rank not in members or source.const in members:
-                continue
-            if isinstance(source.const, int):
+            if isinstance(source.const, int) and source.const not in members:
                 listed = ", ".join(map(str, members))
                 yield at(event, f"rank {source.const} is not in the group of ranks {listed}.")
 
@@ -207,15 +206,11 @@ def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             is_gather = event.op in ("all_gather", "all_gather_object") and not event.spawned
             if not is_gather or event.length is None or event.out.kind != "list":
                 continue
-            group = event.group
-            size: int | None = witness.place.world
-            if group is not None and not group.is_none:
-                members = group.fact("members") if group.kind == "group" else None
-                size = len(members) if members is not None and witness.place.rank in members else None
-            is_meant = event.length == witness.place.local_world or group is not None
-            if size is not None and event.length != size and is_meant:
-                saw = f"the list has {event.length} elements, and the group {size} ranks, on two nodes of 8."
-                yield at(event, saw)
+            members = _members(event, witness.place)
+            is_meant = event.length == witness.place.local_world or event.group is not None
+            if members is not None and event.length != len(members) and is_meant:
+                saw = f"the list has {event.length} elements, and the group {len(members)} ranks, "
+                yield at(event, f"{saw}on two nodes of 8.")
 
 
 @rule("PL004")

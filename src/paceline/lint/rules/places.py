@@ -78,20 +78,13 @@ def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report an address that overwrites the launcher's."""
     witness = witnesses[1]
     launched = witness.reads & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
-    if not launched or witness.spawns:
-        return
-    inits = list(witness.events("init"))
-    if not inits or any(
-        event.method is not None and event.method.const not in (None, "env://") for event in inits
-    ):
+    methods = [event.method for event in witness.events("init")]
+    is_read = all(one is None or one.const in (None, "env://") for one in methods)
+    if not launched or witness.spawns or not methods or not is_read:
         return
     for event in witness.events("setenv"):
-        if (
-            event.key == "MASTER_PORT"
-            and not event.guard
-            and event.value.taint == Taint.NONE
-            and event.value.is_known
-        ):
+        is_fixed = event.value.is_known and event.value.taint == Taint.NONE
+        if event.key == "MASTER_PORT" and is_fixed and not event.guard:
             variable = ", ".join(sorted(launched))
             saw = f"MASTER_PORT={event.value.const} replaces the launcher's, which gave {variable}."
             yield at(event, saw)

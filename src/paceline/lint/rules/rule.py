@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
-from paceline.lint.trace import Item, TraceEvent, events
+from paceline.lint.trace import Item, TraceEvent, walk
 from paceline.lint.values import Value, WitnessPlace
 
 Level = Literal["error", "warning", "advice"]
@@ -33,9 +34,14 @@ class WitnessTrace:
     spawns: bool
     cache: dict[int, Any] = field(default_factory=dict)
 
+    @cached_property
+    def all_events(self) -> list[TraceEvent]:
+        """The events in the order of the program."""
+        return [item for item in walk(self.items) if isinstance(item, TraceEvent)]
+
     def events(self, *kinds: str) -> Iterator[TraceEvent]:
         """Yield the events of some kinds, in the order of the program."""
-        return events(self.items, *kinds)
+        return (event for event in self.all_events if event.kind in kinds)
 
 
 @dataclass(frozen=True)

@@ -84,31 +84,17 @@ def load_races_save(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         saved = {id(event.node) for event in reader.events("save")}
         read = {id(event.node) for event in reader.events("load")}
         fresh: dict[str, TraceEvent] = {}
-        for item in walk(writer.items):
-            if not isinstance(item, TraceEvent):
-                continue
-            if any(tokens_of(item, writer.place)) or item.kind == "coll":
+        for event in writer.all_events:
+            path = event.target.const if event.kind in ("save", "load") and event.target is not None else None
+            if event.kind == "coll" or any(tokens_of(event, writer.place)):
                 fresh.clear()
-            elif (
-                item.kind == "save"
-                and id(item.node) not in saved
-                and item.target is not None
-                and item.target.is_known
-            ):
-                if isinstance(item.target.const, str):
-                    fresh[item.target.const] = item
-            elif (
-                item.kind == "load"
-                and id(item.node) in read
-                and item.target.is_known
-                and item.target.const in fresh
-            ):
-                save = fresh[item.target.const]
-                saw = (
-                    f"rank {reader.place.rank} reads {item.target.const!r} while rank 0 writes it "
-                    f"(line {save.line}): no collective is between."
-                )
-                yield at(item, saw)
+            elif not isinstance(path, str):
+                continue
+            elif event.kind == "save" and id(event.node) not in saved:
+                fresh[path] = event
+            elif event.kind == "load" and id(event.node) in read and path in fresh:
+                saw = f"rank {reader.place.rank} reads {path!r} while rank 0 writes it "
+                yield at(event, f"{saw}(line {fresh[path].line}): no collective is between.")
 
 
 @rule("PL043", "warning")

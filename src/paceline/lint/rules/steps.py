@@ -222,9 +222,7 @@ def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
     backwards = list(witness.events("backward"))
     through = {dep for event in backwards for dep in event.deps if dep.kind in ("ddp", "fsdp")}
     wrapped: dict[Value, Value] = {}
-    for item in walk(witness.items):
-        if not isinstance(item, TraceEvent):
-            continue
+    for item in witness.all_events:
         if item.kind == "wrap" and item.what == "ddp":
             wrapped.update({one: item.wrapper for one in item.module.alternatives() if one.kind == "model"})
         if item.kind != "backward":
@@ -252,9 +250,7 @@ def optimizer_before_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]
     """Report an optimizer that holds the parameters from before the model was sharded."""
     witness = witnesses[0]
     made: list[TraceEvent] = []
-    for item in walk(witness.items):
-        if not isinstance(item, TraceEvent):
-            continue
+    for item in witness.all_events:
         if item.kind == "optimizer":
             made.append(item)
         elif item.kind == "shard" or (
