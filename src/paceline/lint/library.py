@@ -56,8 +56,10 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
             return Value("func", ref=member.ref, node=member.node, attrs={**member.attrs, "#self": owner})
         if member is not None:
             return member
-    if owner.kind == "class" and (member := owner.ref.find(name)) is not None:
-        return member
+    if owner.kind == "class":
+        member = owner.ref.find(name)
+        if member is not None:
+            return member
     # Whatever it is: the same object each time.
     taint = owner.taint
     if owner.fact("escaped") or owner.kind in ("instance", "class", "func"):
