@@ -1,0 +1,56 @@
+"""What is chosen for CPUs alone stands in one list, and no step on CUDA goes through it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.parallel.sums import buckets
+from tests.train.test_simulated_layouts import QUICK, list_waits
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "paceline"
+BELOW_THE_TOOLS = ("parallel", "train", "comm", "checkpoint", "data", "models")
+
+
+def asks_for_the_cpu(path: Path) -> bool:
+    """Return whether a file compares something with "cpu"."""
+    return any(
+        isinstance(part, ast.Constant) and part.value == "cpu"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        for part in (node.left, *node.comparators)
+    )
+
+
+def test_every_choice_for_cpus_is_listed() -> None:
+    files = [path for room in BELOW_THE_TOOLS for path in (SOURCE / room).rglob("*.py")]
+    choosing = {p.relative_to(SOURCE).as_posix() for p in (*files, *SOURCE.glob("*.py")) if asks_for_the_cpu(p)}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## What differs on the CPU")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert choosing == {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:Please use the new API")
+def test_no_step_on_cuda_uses_the_thread_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a thread for gloo on CUDA")
+
+    monkeypatch.setattr(buckets._OrderedThread, "__init__", refuse)
+    layout, settings = QUICK[0]
+    assert list_waits(layout, 0, 2, settings)
+
+
+def test_the_thread_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(buckets._OrderedThread, "__init__", lambda self: made.append(self))
+    monkeypatch.setattr(buckets, "_OrderedStream", buckets._OrderedThread)
+    layout, settings = QUICK[0]
+    with pytest.raises(AttributeError):
+        list_waits(layout, 0, 2, settings)
+    assert made
