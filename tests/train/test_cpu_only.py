@@ -29,9 +29,7 @@ def asks_for_the_cpu(path: Path) -> bool:
 
 def test_every_choice_for_cpus_is_listed() -> None:
     files = [path for room in BELOW_THE_TOOLS for path in (SOURCE / room).rglob("*.py")]
-    choosing = {
-        p.relative_to(SOURCE).as_posix() for p in (*files, *SOURCE.glob("*.py")) if asks_for_the_cpu(p)
-    }
+    choosing = {p.relative_to(ROOT).as_posix() for p in (*files, *SOURCE.glob("*.py")) if asks_for_the_cpu(p)}
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.partition("## What differs on the CPU")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
