@@ -36,7 +36,9 @@ def save_jointly(run: Path, step: int, generation: int) -> None:
     order = Order(step, f"{generation:04d}", 1, "full", {"generation": generation}, content.num_bytes)
     folder = CheckpointFolder(run, keep=9, generation=generation)
     joint = JointSave(folder, order, 0, None, lambda error: error)
-    outcome = joint.write(content.list_files())
+    joint.start(content.list_files())
+    outcome = joint.wait()
+    assert outcome is not None
     if outcome.error is not None:
         raise outcome.error
 

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 from paceline.errors import PacelineError
 from paceline.sinks.feed import Feed
 from paceline.sinks.sink import SinkRun, build_sinks
+from paceline.train import metrics
 from paceline.train.metrics import (
     MetricsWriter,
     describe_step,
@@ -307,3 +310,37 @@ def test_the_load_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 93)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 412_500)  # in milliwatts
     assert measure_gpu(device) == {"gpu_percent": 93.0, "gpu_w": 412.5}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_disk_that_stands_still_stops_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: bool
+) -> None:
+    monkeypatch.setattr("paceline.train.metrics._FLUSH_S", 0.0)
+    monkeypatch.setattr("paceline.train.metrics.WAIT_S", 0.1)
+    monkeypatch.setattr("paceline.train.metrics._CLOSING_S", 20.0 if answers else 0.1)
+    is_still, append = threading.Event(), metrics._append
+
+    def wait_and_append(*args: Any) -> None:
+        is_still.wait(60)
+        append(*args)
+
+    writer = MetricsWriter(tmp_path, last_step=0)
+    writer.write(row(1))
+    monkeypatch.setattr(metrics, "_append", wait_and_append)
+    begin_s = time.monotonic()
+    for number in range(2, 30):
+        writer.write(row(number))
+    writer.write_evaluation(29, {"loss": 1.0})
+    assert time.monotonic() - begin_s < 10
+    assert caplog.text.count("Training goes on") == 1
+    if answers:
+        is_still.set()
+    writer.close()
+    assert numbers(tmp_path) == list(range(1, 30 if answers else 2))
+    assert numbers(tmp_path, "evaluations.jsonl") == ([29] if answers else [])
+    assert ("does not take the last rows" in caplog.text) is not answers
+    is_still.set()
+    assert writer._disk.wait(20)
+    for file in (writer._steps, writer._evaluations, writer._folder):
+        file.close()

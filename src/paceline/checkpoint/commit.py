@@ -117,7 +117,7 @@ class Commits:
             raise self.busy_error() from None
         except OSError as error:
             self.refuse_older()
-            raise _save_failed_error(step, self.path, num_bytes, error) from error
+            raise save_failed_error(step, self.path, num_bytes, error) from error
 
     def refuse_older(self) -> None:
         """Raise if a newer start of the run has begun; call it behind making a temporary folder.
@@ -341,7 +341,8 @@ def note_state(path: Path) -> object:
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
 
 
-def _save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
+def save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
+    """Return PL508 for an error of the file system while a step was saved."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         try:
             free = f", {format_bytes(files.free_bytes(folder))} free"
@@ -352,8 +353,8 @@ def _save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) 
     else:
         saw = f"Saving step {step} in {folder} failed: {error}."
         fix = (
-            "Correct the cause (permissions, the disk, a program that removes files there), or choose "
-            "another --out."
+            "Correct the cause (permissions, a disk that does not answer, a program that removes files "
+            "there), or choose another --out."
         )
     rule = "A checkpoint is complete or absent; earlier checkpoints are unchanged."
     return PacelineError("PL508", saw=saw, rule=rule, fix=fix)

@@ -14,7 +14,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Protocol
@@ -23,6 +25,21 @@ Operation = Literal["make", "write", "fsync", "rename", "remove"]
 
 # Large enough for the disk, small enough that hashing and writing it stay within the processor's cache.
 CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Activity:
+    """An operation that a thread has begun.
+
+    Attributes:
+        operation: what it does.
+        path: to which file or folder.
+        num_bytes: that it syncs.
+    """
+
+    operation: str
+    path: Path
+    num_bytes: int
 
 
 class FaultHook(Protocol):
@@ -34,7 +51,7 @@ class FaultHook(Protocol):
         Args:
             operation: what is about to happen.
             path: to which file or folder (of a rename: the old name).
-            start: of a write, the position in the file; otherwise 0.
+            start: of a write, the position in the file; of an fsync, the size of it; otherwise 0.
             num_bytes: of a write, how many bytes; otherwise 0.
 
         Returns:
@@ -46,6 +63,8 @@ class FaultHook(Protocol):
 
 
 _hook: FaultHook | None = None
+# By thread, the operation that it began last.
+_latest: dict[int, Activity] = {}
 
 
 @contextlib.contextmanager
@@ -59,7 +78,18 @@ def inject(hook: FaultHook) -> Iterator[None]:
         _hook = before
 
 
+def note(operation: str, path: Path, num_bytes: int = 0) -> None:
+    """Note that this thread begins an operation, for `read_activity`."""
+    _latest[threading.get_ident()] = Activity(operation, path, num_bytes)
+
+
+def read_activity(thread: int | None) -> Activity | None:
+    """Return the operation that a thread began last; one that goes on stays the same object."""
+    return _latest.get(thread or 0)
+
+
 def _ask(operation: Operation, path: Path, start: int = 0, num_bytes: int = 0) -> int:
+    note(operation, path, start if operation == "fsync" else 0)
     allowed = _hook(operation, path, start, num_bytes) if _hook is not None else None
     return num_bytes if allowed is None else allowed
 
@@ -101,7 +131,7 @@ class DurableFile:
         assert self._stream is not None
         with self._stream:
             if kind is None:
-                _ask("fsync", self.path)
+                _ask("fsync", self.path, self._position)
                 os.fsync(self._stream.fileno())
 
 

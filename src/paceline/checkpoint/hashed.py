@@ -67,4 +67,5 @@ def _chunks(path: Path) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(files.CHUNK_BYTES))
     with open(path, "rb", buffering=0) as stream:
         while num_bytes := stream.readinto(buffer):
+            files.note("read", path)
             yield buffer[:num_bytes]

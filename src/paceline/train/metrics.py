@@ -19,6 +19,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.sinks.feed import Feed, Row
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder
+from paceline.train.disk_thread import WAIT_S, DiskThread
 from paceline.train.step import SaveTimes, Step
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _PEAK_FLOPS = {
 }
 # Rows of short steps are collected for this long before they are written.
 _FLUSH_S = 1.0
+# How long the end of training waits for the disk to take the last ones.
+_CLOSING_S = 30.0
 
 
 def find_peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -75,12 +78,15 @@ class MetricsWriter:
             that the file holds each step once.
         open_feed: returns the feed of sinks, once the folder is ready; `None` without sinks.
 
-    Every method raises PL522 if the folder was renamed or removed, and PL523 if a write fails.
+    Every method raises PL522 if the folder was renamed or removed, and PL523 if a write fails. If the disk
+    stands still, training goes on after a moment, and the error comes later.
     """
 
     def __init__(self, folder: Path, *, last_step: int, open_feed: Callable[[], Feed] | None = None) -> None:
         self._path = folder / METRICS
         self._pending: list[tuple[float, dict[str, Any]]] = []
+        self._pending_evaluations: list[dict[str, Any]] = []
+        self._disk = DiskThread()
         self._last_flush_s = -math.inf
         self._memory_bytes, self._gpu = 0, dict[str, float]()
         self._has_failed = False
@@ -119,46 +125,71 @@ class MetricsWriter:
         row |= values
         if self._pending:
             return
-        with self._writing():
+
+        def task() -> None:
             self._folder.check()
             rest = _dump(dict(values))
             with self._path.open("r+b") as file:
                 # The row then is torn or complete whenever this process is killed.
                 file.seek(-len(b"}\n"), os.SEEK_END)
                 file.write(f", {rest[1:]}\n".encode())
+
+        if not self._run(task):
+            log.warning("The disk does not take %s of step %d.", ", ".join(values), row["step"])
         if self.feed is not None:
             self.feed.send(steps=[(row["step"], _list_numbers(values), time.time())])
 
     def flush(self) -> None:
         """Write the collected rows; many at once take half the time, which matters for short steps."""
-        with self._writing():
+        pending, evaluations = self._pending, self._pending_evaluations
+
+        def task() -> None:
             self._folder.check()
-            _append(self._steps, [row for _, row in self._pending])
-        if self.feed is not None and self._pending:
-            rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in self._pending]
-            self.feed.send(steps=rows)
-        self._pending.clear()
+            _append(self._steps, [row for _, row in pending])
+            _append(self._evaluations, evaluations)
+
         self._last_flush_s = time.monotonic()
+        if not self._run(task):
+            return
+        if self.feed is not None and pending:
+            rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in pending]
+            self.feed.send(steps=rows)
+        self._pending, self._pending_evaluations = [], []
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Append the results of an evaluation after `step` to `evaluations.jsonl`."""
+        self._pending_evaluations.append({"step": step, **values})
         self.flush()
-        with self._writing():
-            _append(self._evaluations, [{"step": step, **values}])
         if self.feed is not None:
             self.feed.send(evaluation=(step, values, time.time()))
 
     def close(self) -> None:
         """Flush and close the files; an earlier failure is not raised again."""
         try:
-            if not self._has_failed:
+            if not self._has_failed and self._is_free(_CLOSING_S):
                 self.flush()
         finally:
-            for file in (self._steps, self._evaluations, self._folder):
-                with contextlib.suppress(OSError):  # rows that do not fit on a full disk
-                    file.close()
+            if self._is_free(0.0):  # else the thread holds the files
+                for file in (self._steps, self._evaluations, self._folder):
+                    with contextlib.suppress(OSError):  # rows that do not fit on a full disk
+                        file.close()
+            else:
+                log.warning("The disk does not take the last rows of %s.", self._path)
             if self.feed is not None:
                 self.feed.close()
+
+    def _run(self, task: Callable[[], None]) -> bool:
+        """Run a task on the disk; return False, and do not, if the last one still runs."""
+        if not self._is_free(0.0):
+            return False
+        self._disk.begin(task)
+        if not self._is_free(WAIT_S):
+            log.warning("The disk has not taken a row of %s for %g s. Training goes on.", self._path, WAIT_S)
+        return True
+
+    def _is_free(self, timeout_s: float) -> bool:
+        with self._writing():
+            return self._disk.wait(timeout_s)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import random
+import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from paceline.checkpoint import (
     verify,
 )
 from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.writing import joint
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
@@ -260,7 +263,7 @@ def save_and_die(world: Any, folder: str, is_copied: bool) -> None:
         assert background is not None
         assert background._state_copy is not None
         if is_copied:
-            background._state_copy.join()
+            background._state_copy.wait()
         torch.distributed.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -355,6 +358,75 @@ def test_too_many_failed_saves_in_a_row_end_the_run(ranks: Pool, tmp_path: Path)
 
 
 # ---- what is refused
+
+
+# ---- a disk that does not answer
+
+
+def save_on_a_disk_that_stands_still(world: Any, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 (rank 0, if it alone writes) cannot end an fsync of step 2 before step 3 was saved."""
+    joint._STILL_S = 1.0
+    trainer = build_trainer(**settings, max_failed_saves=2)
+    blocked = int(settings["mode"] == "sharded")
+    is_reached, answers = threading.Event(), threading.Event()
+
+    def hook(operation: str, path: Path, start: int, num_bytes: int) -> None:
+        is_of_step_2 = path.suffix == ".safetensors" and "step-00000002" in path.parent.name
+        if operation == "fsync" and is_of_step_2 and world.rank == blocked:
+            is_reached.set()
+            answers.wait()
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline.train.state.saving").addHandler(handler)
+    trainer.resume(folder)
+    handles = []
+    with files.inject(hook):
+        for number in steps(trainer, 5):
+            begin_s = time.monotonic()
+            handles.append(trainer.save())
+            if number == 2 and world.rank == blocked:
+                assert is_reached.wait(20)
+            if number == 3:  # the save of step 2 was waited for, by now
+                assert time.monotonic() - begin_s < 15
+                answers.set()
+                if world.rank == blocked:
+                    thread = trainer._saver.saving._stuck._thread  # type: ignore[union-attr]
+                    thread.join(20)
+        trainer.save(wait=True)
+    state = describe(trainer)
+    trainer.close()
+    logging.getLogger("paceline.train.state.saving").removeHandler(handler)
+    joint._STILL_S = 60.0
+    return {"failed": [each.failed for each in handles], "messages": messages, "state": state}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "sharded", "layout": "dp_shard=2"},
+        {"mode": "sharded", "layout": "dp_shard=2", "asynchronous_saves": False},
+        {"mode": "full", "layout": "dp_shard=2", "asynchronous_saves": False},
+        {"mode": "full", "layout": "dp_replicate=2"},
+    ],
+    ids=str,
+)
+def test_a_disk_that_stands_still_fails_its_saves_only(
+    ranks: Pool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    found, other = ranks.run(save_on_a_disk_that_stands_still, 2, (str(tmp_path), settings))
+    assert found["failed"] == other["failed"] == [False, True, True, False, False]
+    blocked = int(settings["mode"] == "sharded")
+    file = r"\.tmp-step-00000002-.*\.safetensors'"
+    for message in found["messages"]:
+        assert re.search(rf"no progress for \d s, .* to fsync: .*{file}.* \(rank {blocked} on ", message)
+        assert "Training continues" in message
+    assert len(found["messages"]) == 2
+    # The thread that was given up commits nothing, and what is committed has the bits of its own step.
+    assert [path.name for path in list_at(tmp_path)] == [f"step-0000000{n}" for n in (1, 4, 5)]
+    assert describe_checkpoint(tmp_path / "checkpoints/step-00000005") == found["state"]
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
 
 
 def save_in_a_step(world: Any, folder: str) -> str:

@@ -2,17 +2,25 @@
 
 Each rank writes into one temporary folder and posts the hashes of its files, or its error, at the store where
 the ranks have met. Rank 0 holds the folder's lock meanwhile. Once it has all posts, it compares the ranks'
-digests (PL418) and commits, or ends the save. Nothing here is a collective, so a thread can do it while
-training goes on.
+digests (PL418) and commits, or ends the save. Nothing here is a collective, so a thread does it, while
+training goes on or waits.
+
+A share whose thread makes no progress is given up by the rank that waits for it, and posted as an error. The
+thread may be in the kernel and cannot be ended; if the disk answers later, it neither posts nor commits.
 
 A save that a crash interrupts is not committed; the next save removes what is left of it.
 """
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +28,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.checkpoint import files
-from paceline.checkpoint.commit import Commits
+from paceline.checkpoint.commit import Commits, save_failed_error
 from paceline.checkpoint.content.protocol import write_files
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.same_copies import Digests, find_difference
@@ -29,6 +37,11 @@ from paceline.errors import PacelineError
 
 # How often rank 0 asks for the posts of the others: at first, and later.
 _QUICK_POLL_S, _SLOW_POLL_S = 0.01, 0.1
+# How long a wait sees the same file operation until the save is given up: usually, and if the rank was asked
+# to stop. A sync may take longer by its bytes, at the speed of the slowest disks.
+_STILL_S, _STOPPING_STILL_S, _SLOW_BYTES_PER_S = 60.0, 10.0, 8 << 20
+# How often a wait looks. It counts looks, as a clock would count time for which this process was stopped.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,9 @@ class _Post:
 class JointSave:
     """One rank's side of a save.
 
+    Attributes:
+        seconds: from the making of this object to the outcome.
+
     Args:
         commits: of the run.
         order: what is saved.
@@ -93,35 +109,108 @@ class JointSave:
     ) -> None:
         self._commits, self._order, self._rank, self._store = commits, order, rank, store
         self._name_rank = name_rank
-        self._gives_up: Callable[[], bool] = lambda: False
+        self.seconds = math.nan
+        self._begin_s = time.monotonic()
+        self._closes_s = math.inf
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._outcome = Outcome()
+        self._is_given_up = False
 
-    def write(
+    @property
+    def stuck_error(self) -> PacelineError | None:
+        """Why this save was given up, while its thread is still there: the next one must not begin."""
+        is_there = self._is_given_up and self._thread is not None and self._thread.is_alive()
+        return self._outcome.error if is_there else None
+
+    def start(
         self,
         plans: Sequence[FilePlan],
         digests: Sequence[Digests] = (),
         error: PacelineError | None = None,
-        gives_up: Callable[[], bool] | None = None,
-    ) -> Outcome:
-        """Write this rank's files, and commit on rank 0; never raises.
+        niceness: int = 0,
+    ) -> None:
+        """Write this rank's files in a thread, and commit there on rank 0.
 
         Args:
             plans: the files, of tensors that do not change any more.
             digests: of this rank's tensors that other ranks hold too.
             error: why there is nothing to write.
-            gives_up: whether rank 0 stops waiting for the others; by default it never does.
+            niceness: of the thread.
         """
-        self._gives_up = gives_up or self._gives_up
+
+        def run() -> None:
+            with suppress(OSError):
+                if niceness:
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            files.note("make", self._commits.path)
+            outcome = self._run(plans, digests, error)
+            if not self._is_given_up:
+                self._outcome = outcome
+                self.seconds = time.monotonic() - self._begin_s
+            self._ended.set()
+
+        self._thread = threading.Thread(target=run, name="paceline-save", daemon=True)
+        self._thread.start()
+
+    def wait(
+        self, timeout_s: float | None = None, is_asked_to_stop: Callable[[], bool] = lambda: False
+    ) -> Outcome | None:
+        """Return the outcome, or `None` if it is not known in time. A save without progress is given up.
+
+        Args:
+            timeout_s: how long to wait.
+            is_asked_to_stop: whether this rank was, so that there is less time.
+        """
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        doing: files.Activity | None = None
+        still_s = 0.0
+        while not self._ended.wait(max(0.0, min(_LOOK_S, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                return None
+            now = None if self._thread is None else files.read_activity(self._thread.ident)
+            still_s, doing = still_s + _LOOK_S if now is doing else 0.0, now
+            limit_s = _STOPPING_STILL_S if is_asked_to_stop() else _STILL_S
+            if doing is not None and still_s >= limit_s + doing.num_bytes / _SLOW_BYTES_PER_S:
+                self._give_up(doing, still_s)
+        return self._outcome
+
+    def refuse(self, error: PacelineError) -> None:
+        """End this rank's side of the save by an error."""
+        self._outcome = Outcome(error=error)
+        self.seconds = time.monotonic() - self._begin_s
+        self._post(_Post({}, (), error))
+        self._ended.set()
+
+    def close_soon(self, timeout_s: float) -> None:
+        """Let rank 0 wait for the others' shares for this long from now."""
+        self._closes_s = time.monotonic() + timeout_s
+
+    def _give_up(self, doing: files.Activity, still_s: float) -> None:
+        self._is_given_up = True
+        what = f"no progress for {still_s:.0f} s, since its thread began to {doing.operation}"
+        order, raised = self._order, TimeoutError(errno.ETIMEDOUT, what, str(doing.path))
+        error = save_failed_error(order.step, self._commits.path, order.num_bytes, raised)
+        self.refuse(self._name_rank(error))
+
+    def _run(
+        self, plans: Sequence[FilePlan], digests: Sequence[Digests], error: PacelineError | None
+    ) -> Outcome:
         try:
             if self._rank == 0:
                 return Outcome(path=self._lead(plans, digests, error))
             post = self._write(plans, digests, error)
-            if self._store is not None:
-                self._store.set(self._key(self._rank), pickle.dumps(post))  # type: ignore[arg-type]
+            if not self._is_given_up:
+                self._post(post)
             return Outcome(error=post.error)
         except PacelineError as failed:
             return Outcome(error=failed)
         except Exception as failed:
             return Outcome(error=broken_error(failed))
+
+    def _post(self, post: _Post) -> None:
+        if self._rank and self._store is not None:
+            self._store.set(self._key(self._rank), pickle.dumps(post))  # type: ignore[arg-type]
 
     def _lead(
         self, plans: Sequence[FilePlan], digests: Sequence[Digests], error: PacelineError | None
@@ -141,6 +230,8 @@ class JointSave:
                 found := find_difference({rank: post.digests for rank, post in enumerate(posts)})
             ) is not None:
                 raise found
+            if self._is_given_up:  # what was written may have changed since
+                raise self._lost_error()
             return save.commit(order.content, {n: one for post in posts for n, one in post.records.items()})
 
     def _write(
@@ -169,19 +260,23 @@ class JointSave:
             return []
         begin_s = time.monotonic()
         while not store.check(keys):
-            if self._gives_up():
-                raise PacelineError(
-                    "PL541",
-                    saw=f"A rank ended before its share of step {self._order.step} was written.",
-                    rule="A checkpoint is committed once the shares of all ranks are on the disk; earlier "
-                    "checkpoints are unchanged.",
-                    fix="Find out why the rank ended. The run continues from the checkpoint before.",
-                )
+            files.note("wait", self._commits.path)  # for the others, who are judged by themselves
+            if time.monotonic() > self._closes_s:
+                raise self._lost_error()
             time.sleep(_QUICK_POLL_S if time.monotonic() - begin_s < 1 else _SLOW_POLL_S)
         posts = [pickle.loads(store.get(key)) for key in keys]
         for key in keys:
             store.delete_key(key)
         return posts
+
+    def _lost_error(self) -> PacelineError:
+        return PacelineError(
+            "PL541",
+            saw=f"A rank ended before its share of step {self._order.step} was written.",
+            rule="A checkpoint is committed once the shares of all ranks are on the disk; earlier "
+            "checkpoints are unchanged.",
+            fix="Find out why the rank ended. The run continues from the checkpoint before.",
+        )
 
     def _key(self, rank: int) -> str:
         return f"paceline/save/{self._order.token}/{rank}"

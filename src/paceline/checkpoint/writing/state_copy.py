@@ -154,7 +154,6 @@ class StateCopy:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ended = threading.Event()
         thread.begin(self._run)
 
     def wait(self) -> None:
@@ -163,17 +162,7 @@ class StateCopy:
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Return true once `on_end` was called, or false if that takes longer."""
-        return self._ended.wait(timeout_s)
-
     def _run(self) -> None:
-        try:
-            self._copy_and_tell()
-        finally:
-            self._ended.set()
-
-    def _copy_and_tell(self) -> None:
         error: PacelineError | None = None
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -183,6 +172,7 @@ class StateCopy:
         except Exception as failed:  # reported with the save; training goes on
             error = broken_error(failed)
         finally:
+            self._late.clear()  # the tensors may be released
             self._issued.set()
         digests: list[Digests] = []
         if error is None:

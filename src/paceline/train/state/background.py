@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -12,14 +10,12 @@ import torch
 
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.writing.joint import JointSave, Outcome
+from paceline.checkpoint.writing.joint import JointSave
 from paceline.checkpoint.writing.state_copy import CopyMemory, CopyThread, Held, StateCopy, measure
 from paceline.errors import PacelineError
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.
 _NICENESS = 10
-# How long rank 0 waits at its end for the shares of other ranks, which may have died.
-_CLOSING_S = 30.0
 
 
 class Background:
@@ -29,12 +25,10 @@ class Background:
         device: of the model.
 
     Attributes:
-        save_s: seconds from the begin of the last copy to the outcome of its save.
         num_copied_bytes: of all saves.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.save_s: float | None = None
         self.num_copied_bytes = 0
         self._device = device
         self._memory = CopyMemory()
@@ -43,10 +37,6 @@ class Background:
         self._reserving: threading.Thread | None = None
         # Once weights were changed behind the trainer's back, they are copied before `save` returns.
         self._copies_at_once = False
-        self._begin_s = 0.0
-        self._ended = threading.Event()
-        self._outcome = Outcome()
-        self._closing_s: float | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -91,20 +81,10 @@ class Background:
         """
         if self._thread is None:
             self._thread = CopyThread()
-        self._begin_s = time.monotonic()
-        self._ended.clear()
-
-        def write(plans: Sequence[FilePlan], error: PacelineError | None, digests: list[Digests]) -> None:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            self._outcome = save.write(plans, digests, error, self._gives_up)
-            self.save_s = time.monotonic() - self._begin_s
-            self._ended.set()
 
         def end(copied: StateCopy, error: PacelineError | None, digests: list[Digests]) -> None:
             self._copies_at_once |= error is not None
-            args = copied.plans, error, digests
-            threading.Thread(target=write, args=args, name="paceline-save", daemon=True).start()
+            save.start(copied.plans, digests, error, _NICENESS)
 
         self._state_copy = StateCopy(self._thread, self._memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
@@ -116,27 +96,13 @@ class Background:
         if self._state_copy is not None:
             self._state_copy.wait()
 
-    def read_outcome(self, timeout_s: float | None = None) -> Outcome | None:
-        """Return the outcome of the save under way, or `None` if it is not known in time."""
-        if not self._ended.wait(timeout_s):
-            return None
-        self._state_copy = None
-        return self._outcome
-
-    def close(self) -> Outcome | None:
-        """Wait until this rank's share is written; return the outcome of a save under way."""
+    def close(self) -> None:
+        """End the thread for copies, and release the memory; the saves have ended."""
         self._finish_reserving()
-        self._closing_s = time.monotonic()
-        outcome = None if self._state_copy is None else self.read_outcome()
-        self._closing_s = None
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-        self._memory = CopyMemory()
-        return outcome
-
-    def _gives_up(self) -> bool:
-        return self._closing_s is not None and time.monotonic() - self._closing_s > _CLOSING_S
+        self._state_copy, self._memory = None, CopyMemory()
 
     def _finish_reserving(self) -> None:
         if self._reserving is not None:

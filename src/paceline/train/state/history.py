@@ -14,11 +14,13 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.errors import PacelineError
 from paceline.phrases import join
+from paceline.train.disk_thread import WAIT_S, DiskThread
 from paceline.train.state.folder_view import FolderView
 from paceline.train.state.transfer import gather, name_rank, raise_any
 from paceline.world import World
@@ -72,6 +74,7 @@ class History:
         self._folder = folder
         # Rank 0, and a rank of every node that does not see its folder.
         self._notes = world.is_main or (world.local_rank == 0 and not view.sees)
+        self._disk = DiskThread()
 
     def check(self) -> None:
         """Compare what all nodes know; collective, once per resume. Sends about 100 bytes per rank.
@@ -95,6 +98,11 @@ class History:
 
     def note_commit(self, step: int) -> None:
         """Note that a step is saved, if this rank is the first of its folder or of its launcher."""
+        if self._disk.wait(0.0):  # else the disk has not taken the last note, which is almost as good
+            self._disk.begin(partial(self._write_notes, step))
+            self._disk.wait(WAIT_S)
+
+    def _write_notes(self, step: int) -> None:
         if self._notes:
             _write_note(self._folder / NOTE, step)
         if self._world.local_rank == 0 and (path := _launcher_note(self._folder)) is not None:

@@ -12,7 +12,8 @@ In the background, 3 begins with a copy. Headers and what may change are copied 
 and whatever else may change weights, `before_write` waits for the copy.
 
 A failing disk does not end training: the failure is reported, the next save tries again, and only
-`max_failed` failures in a row raise PL508.
+`max_failed` failures in a row raise PL508. A save whose files make no progress counts as failed. While its
+thread is still there, each save after it fails at once, and is not counted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content.protocol import Prepared
@@ -48,6 +51,8 @@ from paceline.world import World
 
 log = logging.getLogger(__name__)
 
+# How long rank 0 waits at its end for the shares of other ranks, which may have died.
+_CLOSING_S = 30.0
 # Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
 # the ranks' copies differ.
 _FATAL = ("PL510", "PL383", "PL418")
@@ -130,18 +135,30 @@ class Saving:
         mode: the content of checkpoints, `"full"` or `"sharded"`.
         asynchronous: whether saves are made in the background.
         max_failed: failed saves in a row that raise PL508.
+        is_asked_to_stop: whether this rank was asked to stop, so that there is less time for a save.
     """
 
-    def __init__(self, world: World, mode: str, asynchronous: bool, max_failed: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        mode: str,
+        asynchronous: bool,
+        max_failed: int,
+        is_asked_to_stop: Callable[[], bool],
+    ) -> None:
         self.background = Background(world.device) if asynchronous else None
         self._world = world
         self.mode = mode
         self._max_failed = max_failed
-        self._num_failed = 0
+        self._num_failed, self._last_error = 0, ""
         self._pending: SaveHandle | None = None
         # Of the pending save, as this rank knows it; in mode "full" only rank 0 writes.
         self._outcome: Outcome | None = None
         self._is_writing = False
+        # The last save in which this rank writes, and one that was given up, until its thread has ended.
+        self._joint: JointSave | None = None
+        self._stuck: JointSave | None = None
+        self._is_asked_to_stop = is_asked_to_stop
         self._has_told_why_not = False
         self._begin_s = 0.0
         self._stall_s: float | None = None
@@ -191,8 +208,7 @@ class Saving:
             handle.outcome = Outcome(path=handle.path) if there else Outcome(error=_closed_error(handle))
             return
         begin_s = time.perf_counter()
-        self._receive(None)
-        outcome = gather(self._world, self._outcome)[0]
+        outcome = gather(self._world, self._receive(None))[0]
         assert outcome is not None  # rank 0 always writes
         self._settle(handle, outcome)
         self._add_stall(begin_s)
@@ -232,7 +248,11 @@ class Saving:
     def close(self) -> None:
         """Wait until this rank's share is written; only `start` may be called afterwards."""
         if self.background is not None:
-            handle, outcome = self._pending, self.background.close() or self._outcome
+            if self._joint is not None:
+                self._joint.close_soon(_CLOSING_S)
+            self._receive(None)
+            self.background.close()
+            handle, outcome = self._pending, self._outcome
             if handle is not None and outcome is not None and self._world.is_main:
                 handle.outcome = outcome
                 if outcome.error is None:
@@ -283,14 +303,21 @@ class Saving:
             )
             store = find_store() if order.num_writers > 1 else None
             save = JointSave(folder, order, self._world.rank, store, partial(name_rank, self._world))
+        self._joint, self._outcome, self._is_writing = save, None, save is not None
+        stuck = None if self._stuck is None else self._stuck.stuck_error
+        if save is not None and stuck is not None:
+            save.refuse(stuck)
+        elif save is not None and background is None:
+            if self._world.device.type == "cuda":
+                torch.cuda.current_stream(self._world.device).synchronize()  # the thread has another one
+            save.start(plans)
         if background is None:
-            written = None if save is None else save.write(plans)
-            outcome = gather(self._world, written)[0]
+            outcome = gather(self._world, self._receive(None))[0]
             assert outcome is not None  # rank 0 always writes
             self._end_now(handle, outcome)
             return
-        self._pending, self._outcome, self._is_writing = handle, None, save is not None
-        if save is not None and prepared is not None:
+        self._pending = handle
+        if save is not None and prepared is not None and stuck is None:
             # In mode "full" only rank 0 writes, and the ranks have compared their copies above.
             held = [each.hold() for each in state.copies] if self.mode == SHARDED else []
             background.begin(save, plans, prepared.late, held)
@@ -310,13 +337,16 @@ class Saving:
             raise outcome.error
         self._settle(handle, outcome)
 
-    def _receive(self, timeout_s: float | None) -> None:
-        """Get the outcome of the pending save, as this rank knows it."""
+    def _receive(self, timeout_s: float | None) -> Outcome | None:
+        """Return the outcome of the save under way or the last one, as this rank knows it."""
         if self._is_writing and self._outcome is None:
-            assert self.background is not None
-            self._outcome = self.background.read_outcome(timeout_s)
+            assert self._joint is not None
+            self._outcome = self._joint.wait(timeout_s, self._is_asked_to_stop)
             if self._outcome is not None:
-                self._save_s = self.background.save_s
+                self._save_s = self._joint.seconds
+                if self._joint.stuck_error is not None:
+                    self._stuck = self._joint
+        return self._outcome
 
     def _settle(self, handle: SaveHandle, outcome: Outcome) -> None:
         """Note what became of a save, the same on every rank; raise after too many failures in a row."""
@@ -325,11 +355,13 @@ class Saving:
             self._pending, self._outcome, self._is_writing = None, None, False
         error = outcome.error
         if error is None:
-            self._num_failed = 0
+            self._num_failed, self._last_error = 0, ""
             handle.on_commit(handle.step)
             return
         error.on_every_rank = True
-        self._num_failed += 1
+        # One disk that stands still fails many saves, and counts once.
+        self._num_failed += error.saw != self._last_error
+        self._last_error = error.saw
         if error.code in _FATAL:
             raise error
         if self._num_failed >= self._max_failed:
