@@ -34,6 +34,24 @@ def test_steps_and_samples_are_those_of_the_script(tmp_path: Path) -> None:
     assert num_bytes >= 4 * run.ranks[0].num_parameters
 
 
+def test_a_script_that_starts_its_ranks_itself_is_timed_in_ours(tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = str(found.getsockname()[1])
+    job = Measured(words=(str(Path(SCRIPT).with_name("spawned.py")), str(tmp_path), "2", port))
+    run = job.run(2, 1, TimeSettings(3, 4, 1, (WHOLE, ALONE)))
+    for times in run.ranks:
+        assert times.left_out
+        assert len(times.block_s[ALONE]) == 1
+        assert times.samples[WHOLE] == [7.0]
+    steps, parents = zip(*((tmp_path / str(rank)).read_text().split() for rank in range(2)), strict=True)
+    assert set(steps) <= {"13", "14"}, "the timer ends each rank after the steps that it needs"
+    assert len(set(parents)) == 1
+    with pytest.raises(PacelineError, match=r"starts 2 processes by itself, where 1 .*PL955") as caught:
+        job.run(1, 1, TimeSettings(3, 4, 1))
+    assert "WORLD_SIZE" in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "samples"), [("no-loader", 7.0), ("by-hand", 7.0), ("accumulating", 30.0)])
 def test_steps_of_compute_alone_communicate_nothing(kind: str, samples: float) -> None:

@@ -119,8 +119,8 @@ class Measured:
         raise PacelineError(
             "PL955",
             saw=f"{steps} of rank {rank} before its end.",
-            rule="Steps of optimizers are timed in the ranks that Paceline starts, after some to warm up; a "
-            "script must not start ranks by itself.",
+            rule="Steps of optimizers are timed in the ranks that Paceline starts, after some to warm up. A "
+            "script may start ranks by mp.spawn, and by nothing else.",
             fix="Let the script take more steps, or lower --steps and --repeats. Its output ends with:\n"
             + (tail or "(nothing)"),
         )

@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.bench.rank.replicas import Replicas
+from paceline.errors import PacelineError
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import write_whole
 from paceline.memory.steps import STEPS
@@ -155,6 +157,8 @@ class StepTimer:
         if self._settings.threads:
             self._wrap(ddp, "forward", self._forward_ddp)
         dist = sys.modules.get("torch.distributed")
+        for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
+            self._wrap(importlib.import_module(name), "start_processes", self._take_place)
         if ALONE in self._settings.modes and dist is not None and dist.is_available():
             self._wrap(dist, "all_reduce", self._all_reduce)
         modules = sys.modules["torch.nn.modules.module"]
@@ -170,6 +174,22 @@ class StepTimer:
             return around(original, *args, **kwargs)
 
         setattr(owner, name, wrapped)
+
+    def _take_place(
+        self, _original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **_k: Any
+    ) -> Any:
+        """Call the function of `mp.spawn` in this rank, as the process of the same number would."""
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if nprocs != num_ranks:
+            raise PacelineError(
+                "PL955",
+                saw=f"The script starts {nprocs} processes by itself, where {num_ranks} ranks are timed.",
+                rule="Each rank calls the function of one process of mp.spawn, so there must be as many.",
+                fix=f"Ask for {nprocs} ranks. Or let the script use WORLD_SIZE of the environment, if it is "
+                "set, for nprocs and the world size.",
+            )
+        fn(self._rank, *args)
+        return None if join else SimpleNamespace(join=lambda timeout=None, grace_period=None: True)
 
     def _iterate(self, original: Any, loader: Any) -> Iterator[Any]:
         key, size = id(loader), loader.batch_size
