@@ -20,13 +20,11 @@ from statistics import fmean, median
 from paceline.bench.rank.timing import TimeSettings
 from paceline.bench.spread import Spread
 from paceline.bench.starts import NUM_WARM_UP, Measured, Run, check_counts
-from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.launching.local import check_launch
 from paceline.place import usable_cores
 from paceline.profiling.analysis import Profile
 from paceline.profiling.trace import DATA
-from paceline.recipe import Recipe
 
 GOOD_EFFICIENCY = 0.8
 """Of N ranks, for models of at least some ten million parameters."""
@@ -46,8 +44,6 @@ class ScalingPoint:
         samples_per_s: throughput, over repeats.
         speedup: throughput over that of the fewest ranks in the same repeat.
         efficiency: speed-up over the factor of ranks.
-        best_efficiency: what it would be without any cost of communication. Below 1 where microbatches of a
-            recipe cannot be shared out evenly: ranks then wait for the one with most.
         step_s: median seconds per step.
         parts_s: of a recorded step, by the names above; empty if nothing was recorded.
         comm_bytes: of collectives that a rank issues in a step.
@@ -59,7 +55,6 @@ class ScalingPoint:
     samples_per_s: Spread
     speedup: Spread
     efficiency: Spread
-    best_efficiency: float
     step_s: float
     parts_s: dict[str, float]
     comm_bytes: int
@@ -130,7 +125,7 @@ def measure_scaling(
             runs[num_ranks].append(job.run(num_ranks, threads, each, grow=num_ranks if weak else 1))
     _check_one_device(runs)
     first = runs[ranks[0]]
-    points = [summarise(n, runs[n], ranks[0], first, job.recipe, weak=weak) for n in ranks]
+    points = [summarise(n, runs[n], ranks[0], first) for n in ranks]
     return Scaling(
         points=points,
         is_weak=points[-1].samples_per_step > 1.5 * points[0].samples_per_step or not first[0].samples,
@@ -144,22 +139,12 @@ def measure_scaling(
     )
 
 
-def summarise(
-    num_ranks: int, runs: list[Run], fewest: int, first: list[Run], recipe: Recipe | None, *, weak: bool
-) -> ScalingPoint:
+def summarise(num_ranks: int, runs: list[Run], fewest: int, first: list[Run]) -> ScalingPoint:
     """Return the measurement of one number of ranks, against the fewest ones in the same round."""
     rates, bases = (
         [(run.samples or len(run.ranks)) / run.step_s()[0] for run in each] for each in (runs, first)
     )
     speedups = [rate / base for rate, base in zip(rates, bases, strict=True)]
-    best = 1.0
-    if recipe is not None:
-        best = (
-            _best_rate(recipe, num_ranks, weak=weak)
-            / _best_rate(recipe, fewest, weak=weak)
-            * fewest
-            / num_ranks
-        )
     profile = next((run.profile for run in runs if run.profile is not None), None)
     parts, num_bytes, num_calls = ({}, 0, 0) if profile is None else divide_step(profile)
     return ScalingPoint(
@@ -168,7 +153,6 @@ def summarise(
         samples_per_s=Spread.of(rates),
         speedup=Spread.of(speedups),
         efficiency=Spread.of(speedup * fewest / num_ranks for speedup in speedups),
-        best_efficiency=best,
         step_s=median(run.step_s()[0] for run in runs),
         parts_s=parts,
         comm_bytes=num_bytes,
@@ -214,11 +198,3 @@ def _check_one_device(runs: dict[int, list[Run]]) -> None:
             "device.",
             fix='Use fewer ranks, or --set train.device="cpu".',
         )
-
-
-def _best_rate(recipe: Recipe, num_ranks: int, *, weak: bool) -> float:
-    """Return the samples per unit of compute: the step takes as long as the rank with most samples."""
-    size = recipe.train.global_batch_size * (num_ranks if weak else 1)
-    blocks = split_microbatches(size, recipe.train.microbatch_size)
-    own = (owned_microbatches(len(blocks), num_ranks, rank) for rank in range(num_ranks))
-    return size / max(sum(blocks[number][1] - blocks[number][0] for number in numbers) for numbers in own)

@@ -1,4 +1,4 @@
-"""Formats the results of benchmarks as tables and bars for people."""
+"""Formats the results of benchmarks as tables for people."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.bench.scaling import Scaling, ScalingPoint
+    from paceline.bench.scaling import Scaling
     from paceline.bench.spread import Spread
     from paceline.bench.variants import Variants
 
-_BAR_WIDTH = 40
 # Below it, the time of a collective is mostly latency.
 _SMALL_BYTES = 256 << 10
 
 
 def describe_scaling(scaling: Scaling) -> str:
-    """Return a table of throughput, speed-up and efficiency, with bars, what was measured, and a verdict."""
+    """Return a table of throughput, speed-up and efficiency, what was measured, and a verdict."""
     first = scaling.points[0]
     rate = "samples/s" if first.samples_per_step else "steps of ranks/s"
     table: list[tuple[str, ...]] = [
-        ("ranks", rate, "per rank", "step", "speed-up", "efficiency", "of at best", "exposed", "waiting")
+        ("ranks", rate, "per rank", "step", "speed-up", "efficiency", "exposed", "waiting")
     ]
     for point in scaling.points:
         total_s = sum(point.parts_s.values())
@@ -37,11 +36,10 @@ def describe_scaling(scaling: Scaling) -> str:
                 format_seconds(point.step_s),
                 _span(point.speedup, ".2f"),
                 _span(point.efficiency, ".0%"),
-                f"{point.best_efficiency:.0%}",
                 *shares,
             )
         )
-    parts = [_describe_conditions(scaling), format_rows(table), _draw_bars(scaling.points)]
+    parts = [_describe_conditions(scaling), format_rows(table)]
     return "\n\n".join([*parts, *judge_scaling(scaling)])
 
 
@@ -243,22 +241,6 @@ def _describe_conditions(scaling: Scaling) -> str:
         *_warn_of_cores(scaling, scaling.points[-1].num_ranks),
     ]
     return "\n".join(lines)
-
-
-def _draw_bars(points: list[ScalingPoint]) -> str:
-    """Return a bar per number of ranks, with a mark at the throughput of perfect scaling."""
-    base = points[0].samples_per_s.median / points[0].num_ranks
-    top = max(max(point.samples_per_s.median, base * point.num_ranks) for point in points)
-    lines = []
-    for point in points:
-        filled = round(_BAR_WIDTH * point.samples_per_s.median / top)
-        ideal = round(_BAR_WIDTH * base * point.num_ranks / top)
-        bar = "".join(
-            "█" if place < filled else "|" if place == ideal - 1 else " " for place in range(_BAR_WIDTH)
-        )
-        rate = f"{point.samples_per_s.median:.4g} samples/s"
-        lines.append(f"{point.num_ranks:>4} {'rank ' if point.num_ranks == 1 else 'ranks'}  {bar}  {rate}")
-    return "\n".join([*lines, f"            (| is {points[0].num_ranks}-rank throughput times the ranks)"])
 
 
 def _rate(spread: Spread) -> str:
