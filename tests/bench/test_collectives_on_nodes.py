@@ -1,4 +1,4 @@
-"""Collectives on nodes with limited links: what crosses them, how far predictions are off."""
+"""Collectives on nodes with limited links: what crosses them, how long sizes that were not measured take."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def skip_without_limits() -> None:
             pytest.skip(f"links cannot be limited here: {error}")
 
 
-def test_large_calls_take_as_long_as_predicted(bench: ModuleType) -> None:
+def test_sizes_between_others_take_as_long_as_the_line_through_these(bench: ModuleType) -> None:
     skip_without_limits()
-    found = bench.measure(bench.Setting(3, 1, 100), "--sizes", "2MB", "--repeats", "3")
+    found = bench.measure(bench.Setting(3, 1, 100), "--sizes", "1MB,2MB,4MB", "--repeats", "3")
     assert found["nodes"] == [0, 1, 2]
     assert found["hosts"] == ["node0", "node1", "node2"]
     cells = cells_of(found)
     for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter"):
-        (cell,) = (c for (name, _), c in cells.items() if name == operation)
+        (cell,) = (c for (name, _), c in cells.items() if name == operation and c["error"] is not None)
         # At 100 Mbit/s the link decides, however busy this machine is.
-        assert abs(cell["error"]) < 0.25, cell
-    (reduced,) = (c for (name, _), c in cells.items() if name == "all_reduce")
-    assert reduced["bus_bytes_per_s"] == pytest.approx(12.5e6, rel=0.2)
+        assert abs(cell["error"]) < 0.15, cell
+    reduced = [c for (name, _), c in cells.items() if name == "all_reduce"]
+    assert reduced[1]["bus_bytes_per_s"] == pytest.approx(12.5e6, rel=0.2)
 
 
 def test_a_long_link_costs_round_trips(bench: ModuleType) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.collectives import all_gather, reduce_scatter
+from paceline.bench.collectives import build_calls
 from paceline.comm.nodes import find_nodes
 from paceline.launching.local import check_launch, launch
 from paceline.memory.limits import Gauge
@@ -246,27 +246,13 @@ def _measure_class(world: World, group: dist.ProcessGroup, size: int) -> ProbedC
     for operation in _OPERATIONS:
         points = []
         for num_bytes in _SIZES:
-            call = _build_call(world, operation, num_bytes, group, size)
-            taken = _time(world, call)
+            _, built = build_calls(num_bytes, size, world.rank, world.device, group)
+            taken = _time(world, built[operation])
             points.append((num_bytes, _agree(world, statistics.median(taken))))
         calls[operation] = _fit_line(points, BUS_FACTORS[operation](size))
     # A message of a pipeline: the steps of a ring without the factor.
     empty_s, rate = calls["all_gather"]
     return ProbedClass(size, empty_s / max(1, size - 1), rate, calls)
-
-
-def _build_call(
-    world: World, operation: str, num_bytes: int, group: dist.ProcessGroup, size: int
-) -> Callable[[], object]:
-    count = max(1, num_bytes // (4 * size))
-    part, whole, other = (torch.zeros(count * n, device=world.device) for n in (1, size, size))
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: all_gather(other, part, group=group),
-        "reduce_scatter": lambda: reduce_scatter(part, other, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(whole, other, group=group),
-    }
-    return calls[operation]
 
 
 def _fit_line(points: Sequence[tuple[int, float]], factor: float) -> tuple[float, float]:

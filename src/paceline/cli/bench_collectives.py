@@ -1,4 +1,4 @@
-"""`paceline bench collectives`: measures each collective beside its prediction."""
+"""`paceline bench collectives`: measures each collective at each size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from paceline.bench.collectives import Cell, Collectives
 
 _DESCRIPTION = """
-Measures messages around a ring of all ranks, then each collective at each size: time, algorithm and bus
-bandwidth as nccl-tests define them, and the time that follows from the ring. Runs on the CPU with gloo.
-Started by torchrun or `paceline run -m paceline bench collectives`, it joins their ranks.
+Measures each collective at each size: time, algorithm and bus bandwidth as nccl-tests define them, and the
+time that follows from the two sizes around it. Runs on the CPU with gloo. Started by torchrun or `paceline
+run -m paceline bench collectives`, it joins their ranks.
 """
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _MOST_BYTES = 1 << 32
@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 32
 
 def add_collectives(kinds: Any) -> None:
     """Add the benchmark `collectives` to those of `paceline bench`."""
-    text = "every collective's time, bandwidth and predicted time"
+    text = "every collective's time and bandwidth by size"
     parser = kinds.add_parser("collectives", help=text, description=_DESCRIPTION)
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine (default 2)")
     parser.add_argument(
@@ -85,21 +85,17 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def describe_collectives(found: Collectives) -> str:
-    """Return the ring, a row per operation and size, and how far the predictions are off."""
-    rows: list[tuple[str, ...]] = [
-        ("operation", "size", "time", "algbw", "busbw", "predicted", "error", "algorithm")
-    ]
+    """Return a row per operation and size, and how far sizes are off the line through their neighbours."""
+    rows: list[tuple[str, ...]] = [("operation", "size", "time", "algbw", "busbw", "from other sizes")]
     rows += [_describe_cell(cell) for cell in found.cells]
-    return "\n\n".join([_describe_ring(found), format_rows(rows), _summarise(found)])
+    return "\n\n".join([_describe_ranks(found), format_rows(rows), _summarise(found)])
 
 
-def _describe_ring(found: Collectives) -> str:
-    ring, ranks, nodes = found.ring, len(found.nodes), len(found.hosts)
+def _describe_ranks(found: Collectives) -> str:
+    ranks, nodes = len(found.nodes), len(found.hosts)
     lines = [
         f"collectives on {ranks} ranks of {nodes} node{'s' if nodes > 1 else ''}, {found.backend}; "
         f"median and {found.cells[0].time_s.confidence:.0%} confidence interval",
-        f"  ring over all ranks: {format_seconds(ring.step_s)} per step, {_rate(ring.bytes_per_s)}; "
-        f"{format_seconds(ring.call_s)} per call",
     ]
     if ranks // nodes > found.num_cores:
         lines.append(f"  more ranks than the {found.num_cores} cores: they wait for each other")
@@ -114,9 +110,7 @@ def _describe_cell(cell: Cell) -> tuple[str, ...]:
         f"{format_seconds(taken.median)} ({format_seconds(taken.low)} to {format_seconds(taken.high)})",
         _rate(cell.algorithm_bytes_per_s),
         _rate(cell.bus_bytes_per_s),
-        format_seconds(cell.predicted_s),
-        f"{cell.error:+.0%}",
-        cell.algorithm,
+        "-" if cell.fitted_s is None else f"{format_seconds(cell.fitted_s)} ({cell.error:+.0%})",
     )
 
 
@@ -125,8 +119,10 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _summarise(found: Collectives) -> str:
+    end = "Slow links and nodes: paceline doctor --nnodes N."
+    if found.median_error is None:
+        return end
     return (
-        f"median error of the prediction: {found.median_error:.0%}; {found.near_share:.0%} of "
-        f"{len(found.cells)} cells within 25%\n"
-        "Slow links and nodes: paceline doctor --nnodes N."
+        f"A size from the two around it: median error {found.median_error:.0%}, "
+        f"{found.near_share:.0%} within 15%\n{end}"
     )
