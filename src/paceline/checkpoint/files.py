@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Activity:
+class FileWork:
     """An operation that a thread has begun.
 
     Attributes:
@@ -64,7 +64,7 @@ class FaultHook(Protocol):
 
 _hook: FaultHook | None = None
 # By thread, the operation that it began last.
-_latest: dict[int, Activity] = {}
+_latest: dict[int, FileWork] = {}
 
 
 @contextlib.contextmanager
@@ -80,10 +80,10 @@ def inject(hook: FaultHook) -> Iterator[None]:
 
 def note(operation: str, path: Path, num_bytes: int = 0) -> None:
     """Note that this thread begins an operation, for `read_activity`."""
-    _latest[threading.get_ident()] = Activity(operation, path, num_bytes)
+    _latest[threading.get_ident()] = FileWork(operation, path, num_bytes)
 
 
-def read_activity(thread: int | None) -> Activity | None:
+def read_activity(thread: int | None) -> FileWork | None:
     """Return the operation that a thread began last; one that goes on stays the same object."""
     return _latest.get(thread or 0)
 

@@ -162,10 +162,7 @@ class Training(TrainedModels, Generic[Handed]):
     def _start_run(self, bucket_cap_mb: float) -> None:
         """Set up everything that accompanies steps: state, metrics, data, signals."""
         given = self._given
-        saving = Saving(
-            *(self.world, given.checkpoint_mode, given.asynchronous_saves, given.max_failed_saves),
-            is_asked_to_stop=lambda: bool(self._requests.signum),
-        )
+        saving = Saving(self.world, *given.saving, lambda: bool(self._requests.signum))
         self.wait_before_writing(saving.before_write)
         self._loaders: dict[str, Loader] = {}
         self._saver = Saver(

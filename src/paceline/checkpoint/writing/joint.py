@@ -163,7 +163,7 @@ class JointSave:
             is_asked_to_stop: whether this rank was, so that there is less time.
         """
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        doing: files.Activity | None = None
+        doing: files.FileWork | None = None
         still_s = 0.0
         while not self._ended.wait(max(0.0, min(_LOOK_S, end_s - time.monotonic()))):
             if time.monotonic() >= end_s:
@@ -186,7 +186,7 @@ class JointSave:
         """Let rank 0 wait for the others' shares for this long from now."""
         self._closes_s = time.monotonic() + timeout_s
 
-    def _give_up(self, doing: files.Activity, still_s: float) -> None:
+    def _give_up(self, doing: files.FileWork, still_s: float) -> None:
         self._is_given_up = True
         what = f"no progress for {still_s:.0f} s, since its thread began to {doing.operation}"
         order, raised = self._order, TimeoutError(errno.ETIMEDOUT, what, str(doing.path))
