@@ -267,7 +267,7 @@ def test_a_recording_of_one_rank_is_refused_and_one_of_two_is_projected(
     both = Profile(2, (0, 1), (1, 2, 3), tuple(steps), (), 4, 0, 0, 0, None)
     step = read_step(both, tmp_path)
     assert (step.num_ranks, step.work_s, step.backward_s) == (2, 0.045, 0.02)
-    assert (step.calls[0].num_bytes, step.calls[0].count, step.backward_share) == (1_000_000, 4, 0.5)
+    assert (step.calls[0].num_bytes, step.calls[0].times, step.backward_share) == (1_000_000, 4, 0.5)
     alone = Profile(
         1, (0,), (1,), (steps[0].__class__(0, 1, 5, {}, 5, 0, 0, {}, 0, ()),), (), 0, 0, 0, 0, None
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan.cluster import Cluster, Processor, Wire
-from paceline.plan.recorded import RecordedStep, SentCall, change_buckets, project
+from paceline.plan.recorded import RecordedStep, change_buckets, project
+from paceline.plan.traffic import StepCall
 
 CHIP = Processor("gpu", {4: 1e12}, 1.0, 1e11, 1e12, 0.0)
 
@@ -15,7 +16,7 @@ def cluster(ranks: int, rate: float) -> Cluster:
 
 
 def step(count: int = 4, share: float = 1.0) -> RecordedStep:
-    return RecordedStep(2, 1.0, 1.0, 0.6, (SentCall("all_reduce", 1e9 / count, count),), share)
+    return RecordedStep(2, 1.0, 1.0, 0.6, (StepCall("", "all_reduce", 1e9 / count, 2, count),), share)
 
 
 def test_what_fits_into_backward_is_hidden_but_the_last_bucket() -> None:
@@ -38,6 +39,6 @@ def test_communication_outside_of_backward_is_waited_for() -> None:
 
 def test_one_bucket_hides_nothing_and_bytes_stay() -> None:
     whole = change_buckets(step(), 1e9)
-    assert [(call.count, call.num_bytes) for call in whole.calls] == [(1, 1e9)]
+    assert [(call.times, call.num_bytes) for call in whole.calls] == [(1, 1e9)]
     found = project(whole, cluster(8, 1e10), contention=0.0)
     assert found.exposed_s == pytest.approx(found.comm_s)

@@ -43,9 +43,9 @@ def run(args: argparse.Namespace, cluster: Cluster, fit: Constants) -> int:
         # The work was measured; only what is exposed is a prediction.
         bar = find_interval(max(found.exposed_s, 1e-9), "probed" if cluster.is_probed else "hardware")
         rows.append((found, bar))
-    buckets = []
-    for size in _BUCKETS_MB:
-        buckets.append((size, project(change_buckets(step, size * 2**20), cluster, fit.contention)))
+    buckets = [
+        (size, project(change_buckets(step, size * 2**20), cluster, fit.contention)) for size in _BUCKETS_MB
+    ]
     if args.json:
         table = [asdict(found) | {"efficiency": _ends(found, bar)} for found, bar in rows]
         print(json.dumps({"recorded": asdict(step), "projected": table}))
@@ -61,7 +61,8 @@ def read_step(profile: Profile, path: Path) -> RecordedStep:
         PacelineError: PL940.
     """
     from paceline.plan.calls import BUS_FACTORS
-    from paceline.plan.recorded import RecordedStep, SentCall
+    from paceline.plan.recorded import RecordedStep
+    from paceline.plan.traffic import StepCall
 
     least = min(profile.ranks, key=lambda rank: sum(r.exposed_ns for r in profile.rows if r.rank == rank))
     rows = [row for row in profile.rows if row.rank == least]
@@ -72,7 +73,7 @@ def read_step(profile: Profile, path: Path) -> RecordedStep:
             once = traffic.num_bytes / traffic.count
             # An all-gather's input is a part of what its size is counted by.
             once *= profile.world_size if traffic.operation == "all_gather" else 1
-            calls.append(SentCall(traffic.operation, once, traffic.count))
+            calls.append(StepCall("", traffic.operation, once, profile.world_size, traffic.count))
     if not calls:
         raise PacelineError(
             "PL940",
@@ -117,28 +118,19 @@ def _describe(
     rows: Sequence[tuple[Projection, Interval]],
     buckets: Sequence[tuple[int, Projection]],
 ) -> Iterator[str]:
-    sent = math.fsum(call.num_bytes * call.count for call in step.calls)
+    sent = math.fsum(call.num_bytes * call.times for call in step.calls)
     yield (
         f"{name}: recorded on {step.num_ranks} ranks, {format_seconds(step.step_s)} per step, "
         f"{format_seconds(step.work_s)} of it own work; {sent / 2**20:.1f} MiB in "
-        f"{sum(call.count for call in step.calls)} collectives, {step.backward_share:.0%} in backward"
+        f"{sum(call.times for call in step.calls):.0f} collectives, {step.backward_share:.0%} in backward"
     )
     yield f"{cluster}; each rank keeps its work and its share of the batch\n"
-    table: list[tuple[str, ...]] = [
-        ("ranks", "step", "efficiency", "80% interval", "communication", "exposed")
-    ]
+    table = [("ranks", "step", "efficiency", "80% interval", "communication", "exposed")]
     for found, bar in rows:
         low, high = _ends(found, bar)
-        table.append(
-            (
-                str(found.num_ranks),
-                format_seconds(found.step_s),
-                f"{found.efficiency:.0%}",
-                f"{low:.0%} to {high:.0%}",
-                format_seconds(found.comm_s),
-                f"{found.exposed_s / found.step_s:.0%}",
-            )
-        )
+        step_s, comm_s = format_seconds(found.step_s), format_seconds(found.comm_s)
+        shares = f"{found.efficiency:.0%}", f"{low:.0%} to {high:.0%}"
+        table.append((str(found.num_ranks), step_s, *shares, comm_s, f"{found.exposed_s / found.step_s:.0%}"))
     yield format_rows(table)
     sizes = ", ".join(f"{size} MiB {format_seconds(found.step_s)}" for size, found in buckets)
     yield f"\nwith buckets of other sizes, on {cluster.num_ranks} ranks: {sizes}"

@@ -12,21 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.plan.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class SentCall:
-    """Equal collectives of a step.
-
-    Attributes:
-        operation: a key of `BUS_FACTORS`.
-        num_bytes: of one call: the vector whose size does not depend on the ranks.
-        count: calls per step.
-    """
-
-    operation: str
-    num_bytes: float
-    count: int
+from paceline.plan.traffic import StepCall
 
 
 @dataclass(frozen=True)
@@ -38,7 +24,7 @@ class RecordedStep:
         step_s: its seconds.
         work_s: without what it waited for others or for a collective.
         backward_s: of `work_s`.
-        calls: its collectives.
+        calls: its collectives; the size of each does not depend on the ranks.
         backward_share: of the communication that was under way in backward.
     """
 
@@ -46,7 +32,7 @@ class RecordedStep:
     step_s: float
     work_s: float
     backward_s: float
-    calls: tuple[SentCall, ...]
+    calls: tuple[StepCall, ...]
     backward_share: float
 
 
@@ -74,18 +60,20 @@ class Projection:
 
 def change_buckets(step: RecordedStep, bucket_bytes: float) -> RecordedStep:
     """Return the step with its sums in buckets of another size."""
-    total = sum(call.num_bytes * call.count for call in step.calls if call.operation == "all_reduce")
+    total = sum(call.num_bytes * call.times for call in step.calls if call.operation == "all_reduce")
     if not total:
         return step
     count = max(1, round(total / bucket_bytes))
     others = [call for call in step.calls if call.operation != "all_reduce"]
-    return replace(step, calls=(*others, SentCall("all_reduce", total / count, count)))
+    call = StepCall("", "all_reduce", total / count, step.num_ranks, count)
+    return replace(step, calls=(*others, call))
 
 
 def project(step: RecordedStep, cluster: Cluster, contention: float) -> Projection:
     """Return the step on all ranks of a cluster."""
     times = [
-        (cluster.time(call.operation, call.num_bytes, cluster.num_ranks), call.count) for call in step.calls
+        (cluster.time(call.operation, call.num_bytes, cluster.num_ranks), int(call.times))
+        for call in step.calls
     ]
     comm_s = sum(once * count for once, count in times)
     # Small collectives outside of backward come first, the sums of gradients last.

@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 
 from paceline.torch_seams.observing import list_observed, observe
 from paceline.torch_seams.profiling import is_profiling
 from paceline.torch_seams.watching import hide_from_compiler
 from paceline.watch.protocol.report import Fact
-from paceline.watch.rank.gradients import Gradients, WatchedParameter
+from paceline.watch.rank.gradients import Gradients
 from paceline.watch.rank.sentinels.copies import ReplicatedModels
 from paceline.watch.rank.sentinels.exchange import ExchangedBytes
 from paceline.watch.rank.sentinels.files import Files
@@ -31,25 +30,6 @@ _FIRST = 64
 _ROUND = 256
 _OF_ROUND = 6
 _MOST_INPUTS = 64
-
-
-def _guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a method do nothing from its first error on."""
-
-    @wraps(method)
-    def guarded(self: Sentinels, *args: Any, **kwargs: Any) -> None:
-        try:
-            if self._gradients.found is not None:
-                self._give_up()  # its hooks are off, so that no pass is counted
-            elif is_profiling(self._torch):  # its rows are to show the script, and nothing else
-                self._pause()
-            elif not (self._is_over or _is_capturing(self._torch)):
-                method(self, *args, **kwargs)
-        except Exception as error:
-            self.error = error
-            self._give_up()
-
-    return guarded
 
 
 class Sentinels:
@@ -74,6 +54,7 @@ class Sentinels:
         self._passes: Passes
         self._orders: Orders
         self._files: Files
+        self._note_gradient: Callable[..., None]
         # Once an epoch or a checkpoint, so always on; and around steps, as torch may be going through hooks.
         self._end_all: list[Callable[[], None]] = []
         self._end_look: list[Callable[[], None]] = []
@@ -86,21 +67,22 @@ class Sentinels:
         self._passes = Passes(
             torch, self._gradients, self._outbox, self._copies.find_exchange, self._copies.after_pass
         )
-        hide_from_compiler(torch, Sentinels._note_gradient)  # one code for all that torch calls
         self._files = Files(torch, self._gradients, self._outbox)
+        self._note_gradient = self._guard(self._passes.note_gradient)
+        hide_from_compiler(torch, self._note_gradient)  # one code for all that torch calls
         places = list_observed(torch)
         for name, before, after in (
-            ("order", None, self._after_order),
-            ("save", self._before_save, None),
-            ("load", self._before_load, None),
-            ("random", self._before_random_state, None),
+            ("order", None, self._guard(self._orders.begin_round)),
+            ("save", self._guard(self._files.note_save), None),
+            ("load", self._guard(self._files.note_load), None),
+            ("random", self._guard(self._files.note_random_state), None),
         ):
             if name in places:
                 self._end_all.append(observe(torch, places[name], before, after))
         module = sys.modules[torch.optim.Optimizer.__module__]
         self._end_all += [
-            module.register_optimizer_step_pre_hook(self._before_step).remove,
-            module.register_optimizer_step_post_hook(self._after_step).remove,
+            module.register_optimizer_step_pre_hook(self._guard(self._before_step)).remove,
+            module.register_optimizer_step_post_hook(self._guard(self._after_step)).remove,
         ]
         self._begin_look()
 
@@ -135,7 +117,7 @@ class Sentinels:
         places = list_observed(self._torch)
         for name, before in (("forward", self._before_forward), ("batch", self._before_batch)):
             if name in places:
-                self._end_look.append(observe(self._torch, places[name], before))
+                self._end_look.append(observe(self._torch, places[name], self._guard(before)))
         passes = self._gradients.passes
         last = passes + _OF_ROUND if passes else _FIRST
         self._gradients.at_pass = last + 1, self._pause
@@ -156,35 +138,29 @@ class Sentinels:
 
     # ---- what torch calls
 
-    @_guarded
-    def _note_gradient(self, watched: WatchedParameter, gradient: Any) -> None:
-        self._passes.note_gradient(watched, gradient)
+    def _guard(self, note: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that does nothing from its first error on."""
 
-    @_guarded
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            try:
+                if self._gradients.found is not None:
+                    self._give_up()  # its hooks are off, so that no pass is counted
+                elif is_profiling(self._torch):  # its rows are to show the script, and nothing else
+                    self._pause()
+                elif not (self._is_over or _is_capturing(self._torch)):
+                    note(*args, **kwargs)
+            except Exception as error:
+                self.error = error
+                self._give_up()
+
+        return guarded
+
     def _before_forward(self, ddp: Any, *args: Any, **kwargs: Any) -> None:
         self._copies.before_forward(ddp, list(_list_leaves((args, kwargs))), self._passes.find)
 
-    @_guarded
     def _before_batch(self, iterator: Any) -> None:
         self._passes.num_batches += 1
 
-    @_guarded
-    def _after_order(self, indices: Any, sampler: Any) -> None:
-        self._orders.begin_round(indices, sampler)
-
-    @_guarded
-    def _before_save(self, *args: Any, **kwargs: Any) -> None:
-        self._files.note_save(*args, **kwargs)
-
-    @_guarded
-    def _before_load(self, *args: Any, **kwargs: Any) -> None:
-        self._files.note_load(*args, **kwargs)
-
-    @_guarded
-    def _before_random_state(self, *args: Any, **kwargs: Any) -> None:
-        self._files.note_random_state(*args, **kwargs)
-
-    @_guarded
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._gradients.observer is None or self._torch.compiler.is_compiling():
             return
@@ -195,7 +171,6 @@ class Sentinels:
             self._copies.look_before_step(optimizer, held, marks)
         self._passes.before_step(optimizer, ranks, event)
 
-    @_guarded
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._gradients.observer is not None and not self._torch.compiler.is_compiling():
             self._passes.after_step(optimizer)
