@@ -126,7 +126,7 @@ def test_one_node_that_names_a_place_keeps_it(words: tuple[str, ...], machine: M
 
 @pytest.mark.parametrize("nnodes", ["4:2", "0", "0:2", "two", "1:", "-1"])
 def test_numbers_of_nodes_that_cannot_be(nnodes: str, machine: Machine) -> None:
-    with pytest.raises(PacelineError, match="PL343") as raised:
+    with pytest.raises(PacelineError, match="PL365") as raised:
         machine.choose(read_flags(f"--nnodes={nnodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=node0"))
     assert f"--nnodes {nnodes}" in raised.value.saw
 

@@ -126,7 +126,7 @@ class Target:
         return (*train, self.path, *self.args)
 
 
-def read_nodes(text: str) -> Nodes:
+def read_nodes(text: str, flag: str = "--nodes") -> Nodes:
     """Read `N` or `MIN:MAX`.
 
     Raises:
@@ -139,9 +139,9 @@ def read_nodes(text: str) -> Nodes:
             return nodes
     raise PacelineError(
         "PL365",
-        saw=f"--nodes {text}.",
+        saw=f"{flag} {text}.",
         rule="It is the number of nodes, or MIN:MAX with 1 <= MIN <= MAX.",
-        fix="Use for example --nodes 2, or --nodes 2:4 for a job that goes on with 2.",
+        fix=f"Use for example {flag} 2, or {flag} 2:4 for a job that goes on with 2.",
     )
 
 

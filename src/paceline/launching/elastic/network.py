@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
-import re
 import socket
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ import psutil
 from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import read_endpoints
 from paceline.place import RankPlace, drop_rank_variables, read_environment
+from paceline.schedulers.target import read_nodes
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     if place.launcher in ("slurm", "mpi") and flags.nnodes is None:
         _follow_scheduler(flags, place, environ)
     flags.nnodes = flags.nnodes or "1:1"
-    if _most_nodes(flags.nnodes) == 1:
+    if read_nodes(flags.nnodes, "--nnodes").most == 1:
         has_address = flags.rdzv_endpoint or flags.master_port is not None
         is_any_port = flags.rdzv_backend == "c10d" and flags.rdzv_endpoint.endswith(":0")
         if flags.standalone or is_any_port or (flags.rdzv_backend == "static" and not has_address):
@@ -136,25 +136,6 @@ def _follow_scheduler(flags: argparse.Namespace, place: RankPlace, environ: Muta
     if "is_host" not in flags.rdzv_conf:
         is_host = f"is_host={str(place.rank == 0).lower()}"
         flags.rdzv_conf = ",".join(part for part in (flags.rdzv_conf, is_host) if part)
-
-
-def _most_nodes(nnodes: str) -> int:
-    if re.fullmatch(r"\d+(:\d+)?", nnodes) is None:
-        raise PacelineError(
-            "PL343",
-            saw=f"--nnodes {nnodes}.",
-            rule="It is the number of nodes, or a range MIN:MAX.",
-            fix="Use for example --nnodes 2, or leave it out for one node.",
-        )
-    least, _, most = nnodes.rpartition(":")
-    if not 1 <= int(least or most) <= int(most):
-        raise PacelineError(
-            "PL343",
-            saw=f"--nnodes {nnodes}.",
-            rule="It is the number of nodes, or MIN:MAX with 1 <= MIN <= MAX.",
-            fix="Use for example --nnodes 2, or --nnodes 1:2 for a job that goes on with one node.",
-        )
-    return int(most)
 
 
 def _resolve(host: str) -> str:
