@@ -1,4 +1,4 @@
-"""The parts that benchmarks/advice and benchmarks/blame share: timing, command line and results."""
+"""The parts of benchmarks/blame that time, read the command line and report results."""
 
 from __future__ import annotations
 
