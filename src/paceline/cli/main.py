@@ -58,9 +58,10 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = [message.split(": ", 1)[1].split()[0].split("=")[0]]
             choices = list(_list_options(self))
-            choices = [option for option in choices if option != unknown[0]]  # another command's
         near = difflib.get_close_matches(unknown[0], map(str, choices), n=1) if unknown else []
         hint = f" Did you mean {near[0]}?" if near else f" See {self.prog} --help."
+        if near and near == unknown:
+            hint = f" It is an option of another command; see {self.prog} --help."
         passes_on = any(action.nargs == argparse.REMAINDER for action in self._actions)
         if passes_on and message.startswith("the following arguments are required: -"):
             hint = f" They come before the recipe or script, which gets all that follows it.{hint}"
