@@ -52,6 +52,7 @@ SETTINGS = {
     "1 Gbit/s": Setting(4, 1, 1000, words=_FEW),
     "100 Mbit/s": Setting(4, 1, 100, words=_FEW),
     "100 Mbit/s, 20 ms": Setting(4, 1, 100, 20, words=_FEW),
+    "100 Mbit/s, 50 ms": Setting(4, 1, 100, 50, words=_FEW),
     "2 x 2, 100 Mbit/s": Setting(2, 2, 100, words=_FEW),
 }
 
