@@ -14,7 +14,8 @@ from paceline.bench import variants
 from paceline.bench.rank.replicas import Replicas
 from paceline.bench.rank.timing import ALONE, WHOLE, RankTimes, TimeSettings
 from paceline.bench.starts import Measured, Run
-from paceline.bench.variants import check_sizes, keep_distinct, measure_buckets, measure_dp, measure_overhead
+from paceline.bench.variants import keep_distinct, measure_buckets, measure_dp, measure_overhead
+from paceline.cli.bench import parse_sizes
 from paceline.cli.bench_report import describe_buckets, describe_dp, describe_overhead
 from paceline.errors import PacelineError
 from tests.bench.recipes import tiny_recipe
@@ -95,10 +96,11 @@ def test_sizes_that_hold_everything_are_one() -> None:
     assert keep_distinct([1, 5, 50, 100], own=5, gradient_bytes=40 << 20) == [1, 50]
 
 
-@pytest.mark.parametrize("sizes", [[], [0.0], [5.0, -1.0], [float("nan")], [float("inf")]])
-def test_sizes_that_are_none_are_refused(sizes: list[float]) -> None:
+@pytest.mark.parametrize("text", ["", "0", "5,-1", "nan", "5,inf", "5;25", "5,"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    assert parse_sizes("5, 25,0.5") == [5.0, 25.0, 0.5]
     with pytest.raises(PacelineError, match="PL965"):
-        check_sizes(sizes)
+        parse_sizes(text)
 
 
 def test_refuses_one_rank_and_numbers_below_one(tmp_path: Path) -> None:

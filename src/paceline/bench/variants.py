@@ -162,10 +162,9 @@ def measure_buckets(
         repeats: starts of each size.
 
     Raises:
-        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL957 without DDP, PL965 for sizes that
-            are none, PL320 to PL326 for ranks that cannot be started.
+        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL957 without DDP, PL320 to PL326 for
+            ranks that cannot be started.
     """
-    check_sizes(sizes)
     threads = _check(job, num_ranks, steps, repeats)
     refuse_one_rank(num_ranks)
 
@@ -187,17 +186,6 @@ def _refuse_without_ddp(gradient_bytes: int) -> None:
             saw="no DistributedDataParallel module and no Trainer.",
             rule="Buckets are DDP's, and what is divided over threads is the module in it.",
             fix="Wrap the model: model = DistributedDataParallel(model).",
-        )
-
-
-def check_sizes(sizes: Sequence[float]) -> None:
-    """Raise PL965 for sizes of buckets that are not positive numbers, or none."""
-    if not sizes or not all(0 < size < float("inf") for size in sizes):
-        raise PacelineError(
-            "PL965",
-            saw=f"sizes of buckets {', '.join(f'{size:g}' for size in sizes) or '(none)'}.",
-            rule="A bucket has a positive size in MiB.",
-            fix="Write for example --sizes 5,25,100.",
         )
 
 

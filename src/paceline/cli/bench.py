@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,23 +177,25 @@ def _measure(job: Measured, args: argparse.Namespace) -> int:
     num_ranks = _count_ranks(job, args)
     more: dict[str, Any] = {}
     if getattr(args, "sizes", None) is not None:
-        more["sizes"] = _parse_sizes(args.sizes)
+        more["sizes"] = parse_sizes(args.sizes)
     _print_note(f"measuring on {num_ranks} ranks, {args.repeats} x {args.steps} steps each ...")
     found = measure(job, num_ranks, **more, steps=args.steps, repeats=args.repeats)
     print(json.dumps(asdict(found)) if args.json else describe(found))
     return 0
 
 
-def _parse_sizes(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise PacelineError(
-            "PL965",
-            saw=f"--sizes {text}.",
-            rule="--sizes is a comma-separated list of sizes of buckets in MiB.",
-            fix="Write for example --sizes 5,25,100.",
-        ) from None
+def parse_sizes(text: str) -> list[float]:
+    """Return the sizes of buckets of `5,25,100`, in MiB; raise PL965."""
+    with suppress(ValueError):
+        sizes = [float(word) for word in text.split(",")]
+        if all(0 < size < float("inf") for size in sizes):
+            return sizes
+    raise PacelineError(
+        "PL965",
+        saw=f"--sizes {text}.",
+        rule="--sizes is a comma-separated list of positive sizes of buckets in MiB.",
+        fix="Write for example --sizes 5,25,100.",
+    )
 
 
 def _parse_ranks(text: str, nproc: int | None) -> list[int]:
