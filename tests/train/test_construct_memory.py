@@ -40,12 +40,12 @@ def count_filling(world: Any, layout: str) -> tuple[int, int, int]:
     hand_out, before = Construction.hand_out, count_live()
     most = 0
 
-    def counting(self: Construction, device: Any) -> Iterator[tuple[list[str], Tensor]]:
+    def counting(self: Construction, *args: Any) -> Iterator[tuple[list[str], int, Tensor]]:
         nonlocal most
         most = max(most, count_live() - before)
-        for names, whole in hand_out(self, device):
+        for names, first, whole in hand_out(self, *args):
             most = max(most, count_live() - before)
-            yield names, whole
+            yield names, first, whole
             del whole
 
     with mock.patch.object(Construction, "hand_out", counting):

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import paceline
 from paceline.cli.main import main
+from paceline.parallel.construct import values
 from tests.dist.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -67,16 +69,17 @@ def compute_logits(model: nn.Module, name: str) -> torch.Tensor:
 
 def tune(world: paceline.World, name: str, folder: str, run: str, layout: str) -> torch.Tensor | None:
     plain = build(name)
-    trainer = paceline.Trainer(
-        paceline.pretrained(type(plain), folder),
-        forward=lambda model, batch: model(**batch),
-        loss=lambda output, batch: output.loss,
-        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
-        layout=layout,
-        example=make_batch(name),
-        microbatch_size=2,
-        keep=1,
-    )
+    with mock.patch.object(values, "_BLOCK_BYTES", 700):  # so that every matrix has several blocks
+        trainer = paceline.Trainer(
+            paceline.pretrained(type(plain), folder),
+            forward=lambda model, batch: model(**batch),
+            loss=lambda output, batch: output.loss,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+            layout=layout,
+            example=make_batch(name),
+            microbatch_size=2,
+            keep=1,
+        )
     trainer.resume(run)
     before = trainer.whole_state()
     if world.is_main:
@@ -94,6 +97,7 @@ def tune(world: paceline.World, name: str, folder: str, run: str, layout: str) -
     ("name", "layout", "nproc"),
     [
         ("gpt2", "tp=2", 2),
+        ("llama", "dp_shard=3", 3),
         pytest.param("mixtral", "dp_shard=2 ep=2", 4, marks=pytest.mark.slow),
         *(
             pytest.param(name, "dp_shard=2 tp=2", 4, marks=pytest.mark.slow)

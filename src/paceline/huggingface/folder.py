@@ -73,7 +73,7 @@ def open_weights(folder: Path) -> dict[str, Weight]:
             )
         for name, info in infos.items():
             dtype, shape = torch_dtype(info.dtype), info.shape
-            found[name] = Weight(shape, dtype, _reader(path, places[info.alias_of or name], dtype, shape))
+            found[name] = Weight(shape, dtype, _FileReader(path, places[info.alias_of or name], dtype, shape))
     return found
 
 
@@ -113,23 +113,37 @@ def _read_places(path: Path) -> dict[str, int]:
     }
 
 
-def _reader(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], Tensor]:
-    def read() -> Tensor:
+@dataclass(frozen=True)
+class _FileReader:
+    """Reads a tensor of a file, or some of its rows."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        return self._read(0, self.shape)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return the rows from `first` to before `last`."""
+        row_bytes = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+        return self._read(first * row_bytes, (last - first, *self.shape[1:]))
+
+    def _read(self, begin: int, shape: tuple[int, ...]) -> Tensor:
         # Not by a map of the file, whose pages would count as this process's memory.
-        found = torch.empty(shape, dtype=dtype)
+        found = torch.empty(shape, dtype=self.dtype)
         if not found.numel():
             return found
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start + begin)
             memory: memoryview = found.reshape(-1).view(torch.uint8).numpy().data
             while len(memory):
                 count = file.readinto(memory)
                 if not count:
-                    raise _folder_error(f"{path} became shorter while it was read.", "Start again.")
+                    raise _folder_error(f"{self.path} became shorter while it was read.", "Start again.")
                 memory = memory[count:]
         return found
-
-    return read
 
 
 def _folder_error(saw: str, fix: str) -> PacelineError:

@@ -439,7 +439,7 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
     if any(isinstance(p, DTensor) for p in model.parameters()):
         # fully_shard keeps references to its parameters, which get memory in place.
         model.to_empty(device=device)
-        placement.fill(construction.hand_out(device))
+        placement.fill(construction, device)
     else:
         place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 

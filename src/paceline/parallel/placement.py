@@ -7,7 +7,7 @@ state) are laid out like the parameter. Checkpoints, `verify` and users see full
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import lcm
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.mesh import Axis, Mesh
+from paceline.parallel.construct.values import Construction
 from paceline.parallel.split import Split, WholeOn
 from paceline.recipe.axes import list_axes
 from paceline.torch_seams.modules import own_buffers, own_parameters
@@ -294,15 +295,28 @@ class Placement:
                     part.copy_(flat[start : start + part.numel()].view_as(part))
                     start += part.numel()
 
-    def fill(self, values: Iterable[tuple[list[str], Tensor]]) -> None:
-        """Write whole values into a model in place, each rank its part.
-
-        Args:
-            values: names of parameters and buffers with the value that they share.
-        """
+    def fill(self, construction: Construction, device: torch.device) -> None:
+        """Write a construction's values into a model in place, each rank its part; collective."""
         tensors: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
         tensors |= dict(self._model.named_buffers(remove_duplicate=False))
-        for names, whole in values:
+        in_rows = {
+            name
+            for name, each in tensors.items()
+            if isinstance(each, DTensor) and tuple(each.placements) == (Shard(0),) and name not in self.splits
+        }
+        for names, first, whole in construction.hand_out(device, in_rows):
             for name in {id(tensors[name]): name for name in names}.values():
-                self.write(name, tensors[name], whole)
+                if name in in_rows:
+                    self._write_rows(tensors[name], first, whole)
+                else:
+                    self.write(name, tensors[name], whole)
             del whole  # before the next one is made
+
+    def _write_rows(self, parameter: Tensor, first: int, rows: Tensor) -> None:
+        """Write those of some rows that this rank holds of a parameter that dp_shard alone divides."""
+        assert self._mesh is not None
+        axis, own = self._mesh.dp_shard, local(parameter.detach())
+        start = min(axis.rank * -(-len(parameter) // axis.size), len(parameter))
+        low, high = max(first, start), min(first + len(rows), start + len(own))
+        if low < high:
+            own[low - start : high - start].copy_(rows[low - first : high - first])

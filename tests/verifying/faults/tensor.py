@@ -272,9 +272,9 @@ def start_by_rank() -> Iterator[None]:
     """A model built on its ranks has different initial weights on each."""
     right = Construction.hand_out
 
-    def hand_out(self: Construction, device: Any) -> Iterator[tuple[list[str], Tensor]]:
-        for names, value in right(self, device):
-            yield names, value.flip(0) if dist.get_rank() and value.is_floating_point() else value
+    def hand_out(self: Construction, *args: Any) -> Iterator[tuple[list[str], int, Tensor]]:
+        for names, first, value in right(self, *args):
+            yield names, first, value.flip(0) if dist.get_rank() and value.is_floating_point() else value
 
     with mock.patch.object(Construction, "hand_out", hand_out):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
-# A value, or what reads it when it is needed.
+# A value, or what reads it when it is needed: its rows from one to before another if it has a method `rows`.
 Value = Tensor | Callable[[], Tensor]
+_BLOCK_BYTES = 4_000_000
 # From a full name and the whole value to the part that this rank keeps.
 Cut = Callable[[str, Tensor], Tensor]
 
@@ -34,29 +35,60 @@ class Construction:
     _values: dict[int, Value] = field(repr=False)
     _shapes: dict[int, Tensor] = field(repr=False)
 
-    def hand_out(self, device: torch.device | str) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield names that show the same bytes, and their whole value in memory of its own; once, collective.
+    def hand_out(
+        self, device: torch.device | str, in_rows: Collection[str] = ()
+    ) -> Iterator[tuple[list[str], int, Tensor]]:
+        """Yield names that show the same bytes, a row's number, and values from there on; once, collective.
 
-        Rank 0 reads each value if it is in a file, broadcasts it and drops it.
+        Rank 0 reads values if they are in a file, broadcasts them and drops them.
 
         Args:
-            device: of the values that are yielded.
+            device: of the values that are yielded, which are in memory of their own.
+            in_rows: names whose values are yielded in blocks of rows; of others, whole and from row 0.
         """
         names: dict[int, list[str]] = {}
         for name, number in self.windows.items():
             names.setdefault(number, []).append(name)
         for number, shape in self._shapes.items():
-            whole = torch.empty_like(shape, device=device)
-            if (value := self._values.pop(number, None)) is not None:
-                whole.copy_(value() if callable(value) else value)
-                del value
-            if self._group is not None and whole.numel():
-                # All of its memory, since its strides are the same on every rank.
-                memory = torch.empty(0, dtype=torch.uint8, device=device).set_(whole.untyped_storage())
-                dist.broadcast(memory, group=self._group, group_src=0)
-                del memory
-            yield names[number], whole
+            value = self._values.pop(number, None)
+            if shape.numel() and shape.is_contiguous() and all(name in in_rows for name in names[number]):
+                by_rows = hasattr(value, "rows")
+                if callable(value) and not by_rows:
+                    value = value()
+                num_rows = max(1, _BLOCK_BYTES * len(shape) // (shape.numel() * shape.itemsize))
+                for first in range(0, len(shape), num_rows):
+                    last = min(first + num_rows, len(shape))
+                    rows = _take(value, first, last)
+                    yield names[number], first, self._send(rows, shape[first:last], device, is_read=by_rows)
+                continue
+            whole = self._send(value() if callable(value) else value, shape, device, is_read=callable(value))
+            del value
+            yield names[number], 0, whole
             del whole  # before the next one is made
+
+    def _send(
+        self, value: Tensor | None, shape: Tensor, device: torch.device | str, *, is_read: bool = False
+    ) -> Tensor:
+        """Return rank 0's value on every rank, in memory of its own; collective."""
+        whole = None if value is None or not is_read else _keep_alone(value).to(device, shape.dtype)
+        if whole is None or whole.stride() != shape.stride():
+            whole = torch.empty_like(shape, device=device)
+            if value is not None:
+                whole.copy_(value)
+        del value
+        if self._group is not None and whole.numel():
+            # All of its memory, since its strides are the same on every rank.
+            memory = torch.empty(0, dtype=torch.uint8, device=device).set_(whole.untyped_storage())
+            dist.broadcast(memory, group=self._group, group_src=0)
+        return whole
+
+
+def _take(value: Value | None, first: int, last: int) -> Tensor | None:
+    """Return rows of a value, if this rank has it."""
+    if value is None or isinstance(value, Tensor):
+        return value if value is None else value[first:last]
+    rows: Tensor = value.rows(first, last)  # type: ignore[attr-defined]
+    return rows
 
 
 def place_values(
@@ -83,7 +115,7 @@ def place_values(
     model = construction.model
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    for names, whole in construction.hand_out(device):
+    for names, _, whole in construction.hand_out(device):
         empty = {id(tensors[name]): name for name in reversed(names) if tensors[name].is_meta}
         value: Tensor | None = None
         for name in reversed(empty.values()):
