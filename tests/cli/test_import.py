@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,71 @@ def test_other_files_are_refused(
     assert "[PL741]" in capsys.readouterr().err
     assert main(["import", str(tmp_path / "absent")]) == 2
     assert "[PL741]" in capsys.readouterr().err
+
+
+def import_arguments(place: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> dict[str, Any]:
+    file = place / "training_args.json"
+    file.write_text(json.dumps({"output_dir": "out", **given}))
+    main(["import", str(file), "--ranks", "4", "--json"])
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_training_arguments_have_the_defaults_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"max_steps": 7, "gradient_accumulation_steps": 2, "warmup_steps": 3, "fsdp": "full_shard"}
+    found = import_arguments(tmp_path, capsys, **given)
+    assert not found["refused"]
+    assert found["layout"] == "dp_shard=auto"
+    assert found["recipe"]["train"] == {
+        "steps": 7,
+        "microbatch_size": 8,
+        "global_batch_size": 64,
+        "clip_norm": 1.0,
+        "seed": 42,
+    }
+    assert found["recipe"]["optimizer"] == {
+        "kind": "adamw",
+        "lr": 5e-5,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "schedule": "linear",
+        "warmup_steps": 3,
+        "min_lr_ratio": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("neftune_noise_alpha", 5.0),
+        ("lr_scheduler_type", "polynomial"),
+        ("lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("warmup_steps", 0.1),
+        ("optim", "adafactor"),
+        ("label_smoothing_factor", 0.1),
+        ("train_sampling_strategy", "group_by_length"),
+        ("dataloader_drop_last", True),
+        ("fsdp", "hybrid_shard"),
+        ("deepspeed", "ds.json"),
+        ("accelerator_config", {"split_batches": True}),
+        ("data_seed", 3),
+        ("unheard_of", 1),
+    ],
+)
+def test_training_arguments_without_counterpart_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    (refused,) = import_arguments(tmp_path, capsys, **{name: value})["refused"]
+    assert refused.partition(".")[0] == name
+
+
+def test_no_argument_of_transformers_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = pytest.importorskip("transformers.training_args").TrainingArguments
+    # Fields, as making one would need accelerate.
+    defaults = {each.name: each.default for each in fields(arguments) if each.default is not MISSING}
+    plain = {name: each for name, each in defaults.items() if isinstance(each, bool | int | float | str)}
+    assert len(plain) > 50
+    found = import_arguments(tmp_path, capsys, **plain)
+    assert found["refused"] == []

@@ -1,4 +1,4 @@
-"""`paceline import FILE`: what Paceline has for each key of a DeepSpeed or Accelerate configuration."""
+"""`paceline import FILE`: what Paceline has for each key of another tool's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from paceline.recipe.foreign_configs import Imported
 
 _DESCRIPTION = """
-Reads a DeepSpeed JSON or an Accelerate YAML, and names for each key what Paceline has for it, why it is left
+Reads a DeepSpeed JSON, an Accelerate YAML or the TrainingArguments of transformers
+(`args.to_json_string()`), and names for each key what Paceline has for it, why it is left
 out, or why it is refused. Prints the layout, the arguments of Trainer, the sections of a recipe and the
 command that starts ranks. Exits with 1 if a key that may change results is refused.
 """
@@ -26,18 +27,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", **_RATE, "betas": [0.9, 0.999], "eps": 1e-8},
     "sgd": {"kind": "sgd", **_RATE, "momentum": 0.0},
 }
+# Of TrainingArguments, whose file may hold a part of them.
+_ARGUMENTS: dict[str, Any] = {
+    "train.microbatch_size": 8, "train.clip_norm": 1.0, "train.epochs": 3, "train.seed": 42,
+    "optimizer.lr": 5e-5, "optimizer.schedule": "linear",
+}  # fmt: skip
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
-        "import", help="read a DeepSpeed or Accelerate configuration", description=_DESCRIPTION
+        "import",
+        help="read a configuration of DeepSpeed, Accelerate or transformers",
+        description=_DESCRIPTION,
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="ds_config.json or accelerate_config.yaml")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="ds_config.json, accelerate_config.yaml or training_args.json"
+    )
     parser.add_argument(
         "-o", dest="out", metavar="RECIPE", type=Path, help="write the recipe's sections here"
     )
-    parser.add_argument("--ranks", type=_read_ranks, metavar="N", help="ranks of DeepSpeed's run")
+    parser.add_argument("--ranks", type=_read_ranks, metavar="N", help="ranks of the run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -59,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = _read(args.file)
     is_accelerate = args.file.suffix in _YAML or "distributed_type" in config
-    outcomes = translate(config, "accelerate" if is_accelerate else "deepspeed")
+    is_trainer = not is_accelerate and "output_dir" in config
+    outcomes = translate(config, "accelerate" if is_accelerate else "trainer" if is_trainer else "deepspeed")
     kind = config.get("distributed_type")
     for number, each in enumerate(outcomes):
         section = each.key.partition("_config.")[0]
@@ -68,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
             outcomes[number] = replace(each, state="left out", says=says, to="")
     found = _collect(outcomes)
     command = _settle_accelerate(found, outcomes) if is_accelerate else ""
-    if not is_accelerate:
+    if is_trainer:
+        _settle_trainer(found, outcomes, args.ranks)
+    elif not is_accelerate:
         _settle_deepspeed(found, outcomes, args.ranks)
     _settle_layout(found, outcomes)
     table: dict[str, dict[str, Any]] = {}
@@ -78,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     refused = [each for each in outcomes if each.state == "refused"]
     if not refused:
         base = tomllib.loads((BUILT_IN / "gpt-stdlib.toml").read_text(encoding="utf-8"))
-        train = {"steps": 1 << 40, **table.get("train", {})}
+        train = table.get("train", {})
+        train = {} | ({} if "epochs" in train else {"steps": 1 << 40}) | train
         train.setdefault("microbatch_size", 1)
         train.setdefault("global_batch_size", train["microbatch_size"])
         parse_recipe({**base, "optimizer": {}, **table, "train": train}, where=str(args.file))
@@ -153,6 +167,34 @@ def _settle_deepspeed(found: dict[str, Any], outcomes: list[Imported], ranks: in
     if kind:
         found.setdefault("optimizer.schedule", "constant")
     found.setdefault("train.clip_norm", 0.0)
+    _settle_batch(found, outcomes, ranks)
+
+
+def _settle_trainer(found: dict[str, Any], outcomes: list[Imported], ranks: int | None) -> None:
+    """Fill in what follows from several arguments, and the defaults of TrainingArguments."""
+    for name, value in _ARGUMENTS.items():
+        if name != "train.epochs" or "train.steps" not in found:
+            found.setdefault(name, value)
+    if "train.steps" in found:
+        found.pop("train.epochs", None)  # as there
+    kind, betas = (
+        found.setdefault("optimizer.kind", "adamw"),
+        [found.pop("beta1", 0.9), found.pop("beta2", 0.999)],
+    )
+    if kind == "adamw":
+        found["optimizer.betas"] = betas
+    else:
+        found.pop("optimizer.eps", None)
+    for name, value in _DEFAULTS[kind].items():
+        found.setdefault(f"optimizer.{name}", value)
+    if found["optimizer.schedule"] != "constant":
+        found["optimizer.min_lr_ratio"] = 0.0
+    found.setdefault("accumulation", 1)
+    _settle_batch(found, outcomes, ranks)
+
+
+def _settle_batch(found: dict[str, Any], outcomes: list[Imported], ranks: int | None) -> None:
+    """Find the global batch."""
     whole, part, turns = "train.global_batch_size", "train.microbatch_size", found.pop("accumulation", None)
     if whole in found and part not in found and ranks:
         found[part] = max(1, found[whole] // ((turns or 1) * ranks))

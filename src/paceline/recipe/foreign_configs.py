@@ -1,4 +1,4 @@
-"""Reads `foreign_configs.toml`, and says what Paceline has for each key of a DeepSpeed or Accelerate file."""
+"""Reads `foreign_configs.toml`, and says what Paceline has for each key of another tool's file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Imported:
 
 
 def translate(config: Mapping[str, Any], tool: str) -> list[Imported]:
-    """Return what becomes of each key of a file of `tool`, "deepspeed" or "accelerate"."""
+    """Return what becomes of each key of a file of `tool`: "deepspeed", "accelerate" or "trainer"."""
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[tool]
     table: dict[str, Row] = {key: row for row in rows for key in row["keys"]}
     return [_judge(key, value, table, lowers=tool == "deepspeed") for key, value in _flatten(config)]
@@ -46,6 +46,7 @@ def _count(value: Any) -> int:
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "count": _count,
+    "length": lambda steps: max(0, _count(steps)) or None,
     "number": _number,
     "text": str,
     "numbers": lambda value: [float(each) for each in value],
