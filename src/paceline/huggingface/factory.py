@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from paceline.errors import PacelineError
 from paceline.huggingface.folder import check_folder, open_weights
 from paceline.huggingface.names import list_unused, match, to_model
 from paceline.phrases import name_some
+from paceline.recipe.hf_model import HfModel
 from paceline.signatures import explain_arguments
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,12 @@ class Pretrained:
 
     Attributes:
         build: builds the model's structure.
+        folder: with its weights.
         new: patterns of the names that the folder need not have.
     """
 
     def __init__(self, build: Callable[[], nn.Module], folder: Path, new: tuple[str, ...]) -> None:
-        self.build, self.new, self._folder = build, new, folder
+        self.build, self.folder, self.new = build, folder, new
 
     def __call__(self) -> nn.Module:
         model = self.build()
@@ -49,10 +51,10 @@ class Pretrained:
         Raises:
             PacelineError: PL737 for the folder, PL738 if it does not fit the model.
         """
-        weights = to_model(open_weights(self._folder), model)
+        weights = to_model(open_weights(self.folder), model)
         unused = list_unused(weights, model)
         if unused:
-            log.warning("%d tensors of %s are not used: %s", len(unused), self._folder, name_some(unused))
+            log.warning("%d tensors of %s are not used: %s", len(unused), self.folder, name_some(unused))
         return {name: weight.read for name, weight in match(weights, model, self.new)}
 
 
@@ -85,6 +87,36 @@ def pretrained(
     if isinstance(factory, type):
         return Pretrained(_from_config(factory, folder), folder, patterns)
     return Pretrained(factory, folder, patterns)
+
+
+def from_recipe(section: HfModel, vocab_size: int | None) -> Callable[[], nn.Module]:
+    """Return the factory of a recipe's model of transformers, with the folder's weights or fresh ones.
+
+    Args:
+        section: of the recipe.
+        vocab_size: token ids of the data.
+
+    Raises:
+        PacelineError: PL737 for the folder; when it is built, PL942 if the data have more tokens.
+    """
+    from transformers import AutoModelForCausalLM
+
+    found = pretrained(AutoModelForCausalLM, section.folder)
+
+    def build() -> nn.Module:
+        model: Any = found.build()
+        model.config.use_cache = False
+        num_rows = model.get_input_embeddings().num_embeddings
+        if vocab_size is not None and vocab_size > num_rows:
+            raise PacelineError(
+                "PL942",
+                saw=f"the tokenizer has {vocab_size} tokens, and the model of {section.folder} {num_rows}.",
+                rule="Every token id needs a row of the model's embedding.",
+                fix=f"Set data.tokenizer to {section.folder}/tokenizer.json.",
+            )
+        return cast(nn.Module, model)
+
+    return Pretrained(build, found.folder, ()) if section.weights else build
 
 
 def _from_config(kind: type, folder: Path) -> Callable[[], nn.Module]:

@@ -10,7 +10,7 @@ from paceline.models.encoder import Encoder
 from paceline.models.gpt import Decoder, Gpt
 from paceline.models.moe import MoeGpt
 from paceline.models.resnet import Resnet
-from paceline.recipe.schema import EncoderModel, GptModel, MoeModel, Recipe
+from paceline.recipe.schema import EncoderModel, GptModel, MoeModel, Recipe, ResnetModel
 
 __all__ = ["Decoder", "Encoder", "Gpt", "MoeGpt", "Resnet", "build_model"]
 
@@ -53,6 +53,7 @@ def build_model(recipe: Recipe, data: TaskShape) -> nn.Module:
         if isinstance(section, MoeModel):
             return MoeGpt(section, data.vocab_size, data.tokens_per_sample)
         return Encoder(section, data.vocab_size, data.tokens_per_sample)
+    assert isinstance(section, ResnetModel)
     assert data.image_shape is not None, "the recipe pairs this model with images"
     assert data.num_classes is not None, "the recipe pairs this model with images"
     return Resnet(section, data.image_shape[0], data.num_classes)

@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.errors import PacelineError
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
+from paceline.recipe.hf_model import HfModel
 from paceline.recipe.schema import (
     DecoderFields,
     EncoderModel,
@@ -66,6 +68,14 @@ def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Param
     model, data = recipe.model, recipe.data
     if isinstance(model, ResnetModel):
         return list(_list_resnet(model))
+    if isinstance(model, HfModel):
+        raise PacelineError(
+            "PL934",
+            saw='a recipe with model.kind="hf".',
+            rule="Plans know the parameters of recipes' own models; of others, they read a recording.",
+            fix="Train it from a script and record some steps: paceline profile --nproc-per-node 2 "
+            "train.py, then paceline plan train.py --recorded profile-1 --cluster ...",
+        )
     assert isinstance(data, TextData | MaskedTextData)
     vocab_size = count_vocab(data) if vocab_size is None else vocab_size
     assert vocab_size is not None, "a tokenizer file: give vocab_size"

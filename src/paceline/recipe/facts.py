@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.recipe.hf_model import HfModel
 from paceline.recipe.schema import (
     DdpSection,
     DecoderFields,
@@ -97,6 +98,8 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
         shard=recipe.shard,
         compile=train.compile,
     )
+    if isinstance(recipe.model, HfModel):
+        return ModelFacts(), run  # the model itself tells, once it is built
     if isinstance(recipe.model, ResnetModel):
         return _read_resnet(recipe.model), run
     assert isinstance(recipe.data, TextData | MaskedTextData)

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from paceline.errors import PacelineError
 from paceline.recipe.compress import CompressSection as CompressSection
+from paceline.recipe.hf_model import HfModel
 from paceline.recipe.islands import IslandsSection as IslandsSection
 from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
@@ -202,7 +203,9 @@ class ResnetModel(Section):
     """Channels of the first stage."""
 
 
-ModelSection = Annotated[GptModel | MoeModel | EncoderModel | ResnetModel, Field(discriminator="kind")]
+ModelSection = Annotated[
+    GptModel | MoeModel | EncoderModel | ResnetModel | HfModel, Field(discriminator="kind")
+]
 
 
 class TokenFiles(Section):
@@ -525,12 +528,13 @@ class Recipe(Section):
             "moe": ("text",),
             "encoder": ("masked_text",),
             "resnet": ("digits",),
+            "hf": ("text",),
         }
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(
                 "PL116",
                 f"model.kind={self.model.kind!r} with data.kind={self.data.kind!r}.",
-                "gpt and moe predict the next token of text, encoder the masked tokens of masked_text, "
+                "gpt, moe and hf predict the next token of text, encoder the masked tokens of masked_text, "
                 "resnet the class of images (digits).",
                 f"Set data.kind to {' or '.join(repr(kind) for kind in needs[self.model.kind])}.",
             )
@@ -542,13 +546,16 @@ class Recipe(Section):
                 "The warm-up is the first part of the run.",
                 f"Set warmup_steps to {self.train.steps} or less.",
             )
-        if self.optimizer.kind == "muon" and self.model.kind == "resnet":
+        if self.optimizer.kind == "muon" and self.model.kind in ("resnet", "hf"):
             raise broken_rule(
                 "PL116",
-                "optimizer.kind='muon' with model.kind='resnet'.",
-                "Muon updates the matrices of a model's blocks, and the blocks of a resnet have none.",
+                f"optimizer.kind='muon' with model.kind={self.model.kind!r}.",
+                "Muon updates the matrices of a model's blocks. A resnet has none, and other models name "
+                "them in different ways.",
                 "Set optimizer.kind to 'sgd' or 'adamw'.",
             )
+        if isinstance(self.model, HfModel) and (parts := self.model.find_broken(self.data)):
+            raise broken_rule(*parts)
         self._check_capacity()
         if self.train.steps is not None and (parts := self.islands.find_broken(self.train.steps)):
             raise broken_rule(*parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,8 +15,10 @@ from torch.utils.data import Subset, default_collate
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
+from paceline.huggingface.factory import Pretrained, from_recipe
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
+from paceline.recipe.hf_model import HfModel
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.best import Best
@@ -106,7 +108,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
     settled = settle_recipe(recipe, current_world().world_size)
     task, layout = build_task(recipe), settled.layout
     return Trainer(
-        lambda: build_model(recipe, data),
+        make_model(recipe, data),
         forward=task.forward,
         loss=task.loss,
         optimizer=lambda named: build_optimizer(recipe, named),
@@ -124,6 +126,13 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         **read_arguments(recipe),
         **settings,
     )
+
+
+def make_model(recipe: Recipe, data: TaskData) -> Callable[[], nn.Module]:
+    """Return what builds a recipe's model."""
+    if isinstance(recipe.model, HfModel):
+        return from_recipe(recipe.model, data.vocab_size)
+    return lambda: build_model(recipe, data)
 
 
 def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool) -> Any:
@@ -267,7 +276,8 @@ class _RecipeRun:
         has_islands = self._recipe.islands.count > 1  # whose BatchNorm statistics differ
         if not layout.divides_model and layout.num_sample_parts == 1 and not has_islands:
             return self._trainer.model  # any other forward is one of several ranks
-        plain = build_model(self._recipe, self._data)
+        found = make_model(self._recipe, self._data)
+        plain = found.build() if isinstance(found, Pretrained) else found()
         self._trainer.gather_into(plain)
         return plain
 

@@ -43,6 +43,8 @@ def build_task(recipe: Recipe) -> Task:
     if recipe.model.kind == "moe":
         metrics: dict[str, Metric] = {"fullest_expert": share_of_fullest}
         return Task(lambda model, batch: model(batch["ids"]), balanced_token_loss, metrics)
+    if recipe.model.kind == "hf":
+        return Task(lambda model, batch: model(input_ids=batch["ids"]).logits, token_loss, {})
     if recipe.data.kind in ("text", "masked_text"):
         return Task(lambda model, batch: model(batch["ids"]), token_loss, {})
     return Task(lambda model, batch: model(batch["images"]), class_loss, {"accuracy": class_accuracy})
