@@ -101,7 +101,8 @@ def from_recipe(section: HfModel, vocab_size: int | None) -> Callable[[], nn.Mod
     """
     from transformers import AutoModelForCausalLM
 
-    found = pretrained(AutoModelForCausalLM, section.folder)
+    kind: Any = AutoModelForCausalLM
+    found = pretrained(kind, section.folder)
 
     def build() -> nn.Module:
         model: Any = found.build()
