@@ -87,6 +87,12 @@ def test_pipelines_of_four_ranks_keep_their_bits(ranks: Pool, layout: str) -> No
     assert ranks.run(train, 4, (Outside, (layout,), dtype))[0] == [alone]
 
 
+def test_counts_in_buffers_are_those_of_one_process(ranks: Pool) -> None:
+    [alone] = ranks.run(train, 1, (Counts, ("",)))[0]
+    layouts = ("pp=2", "pp=2 schedule=zbv", "dp_replicate=2")
+    assert ranks.run(train, 2, (Counts, layouts))[0] == [alone] * len(layouts)
+
+
 BY_HAND = ("stages=blocks.3", "stages=leave", "stages=1+3", "schedule=zbv stages=1+1+1+1")
 
 
@@ -240,6 +246,46 @@ class Reads(Outside):
         return done
 
 
+class Inverts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        result: Tensor = block(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class CallsInFunction(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = Inverts.apply(h, block)
+        done: Tensor = self.leave(h)
+        return done
+
+
+def count(module: Any, args: Any) -> None:
+    module.calls += 1
+
+
+class Counts(Outside):
+    """Counts its forwards, in a buffer of the model itself and in one of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.blocks[1].register_buffer("calls", torch.zeros(()))
+        self.blocks[1].register_forward_pre_hook(count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 class Synchronises(Outside):
     """The layer itself, not converted by a setting."""
 
@@ -336,6 +382,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a decision": ({"model": Decides}, "PL481", "__bool__"),
     "a value that is read": ({"model": Reads}, "PL481", "(item)"),
     "a layer of SyncBatchNorm": ({"model": Synchronises}, "PL492", "norm is an nn.SyncBatchNorm"),
+    "a block in a function": ({"model": CallsInFunction}, "PL485", "Inverts, an autograd.Function"),
     "a tensor on a module": ({"model": Keeps}, "PL484", "'kept'"),
     "in place": ({"model": Writes}, "PL483", "in place"),
     "a draw": ({"model": Draws}, "PL487", "rand"),

@@ -63,7 +63,10 @@ class ChoosingExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        weights, chosen = self.gate(flat).softmax(-1).t().topk(self.capacity, dim=-1)
+        scores = self.gate(flat).softmax(-1).t()
+        # Equal tokens, such as the same word at the first place of two samples, would be chosen by rounding.
+        chosen = (scores + 1e-9 * torch.arange(len(flat))).topk(self.capacity, dim=-1).indices
+        weights = scores.gather(1, chosen)
         result = torch.zeros_like(flat)
         for expert, weight, tokens in zip(self.experts, weights, chosen, strict=True):
             result = result.index_add(0, tokens, expert(flat[tokens]) * weight[:, None])

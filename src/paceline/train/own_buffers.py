@@ -6,8 +6,6 @@ a counter), so that it does not depend on the number of ranks; see `RunningStati
 
 from __future__ import annotations
 
-import logging
-
 import torch.distributed as dist
 from torch import nn
 
@@ -16,9 +14,7 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.batchnorm import RunningStatistics, list_forward_buffers
 from paceline.torch_seams.tensors import read_version
-from paceline.train.probe import describe_counts
-
-log = logging.getLogger(__name__)
+from paceline.train.probe import warn_of_counts
 
 
 class FirstPass:
@@ -62,9 +58,8 @@ class FirstPass:
             changed = box[0]
         self._keep([number for number in changed if number not in (self._changed or ())])
         self._changed = changed
-        counts = [self._buffers[n].name for n in changed if self._before[n][2].numel() == 1]
-        if counts and share.num_microbatches > 1 and (self._dp is None or self._dp.rank == 0):
-            log.warning("%s", describe_counts(counts, share.num_microbatches))
+        if self._dp is None or self._dp.rank == 0:
+            warn_of_counts([self._buffers[n] for n in changed], share)
 
     def begin_later(self) -> None:
         """Begin a later pass."""

@@ -15,7 +15,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Loss
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.precision import Precision
-from paceline.train.probe import Probe
+from paceline.train.probe import Probe, warn_of_counts
 from paceline.train.same_settings import StepSettings
 from paceline.train.stopping import StopRequests
 from paceline.train.update import Update, Updated
@@ -162,6 +162,8 @@ class Phases:
         kept = update.runner.list_kept()
         if kept is not None:  # no rank can run a whole forward
             self._statistics.keep(kept, dp)
+            if mesh is not None and mesh.dp.rank == mesh.tp.rank == mesh.cp.rank == 0:
+                warn_of_counts(kept, share)
             return
         # Ranks of cp hold copies, but their forwards communicate.
         is_divided = update.placement.is_divided or (mesh is not None and mesh.cp.size > 1)

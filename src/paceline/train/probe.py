@@ -134,9 +134,7 @@ class Probe:
         if dependent and self._is_main:
             log.warning("%s", _describe_dependent([buffers[number].name for number in dependent]))
         kept = [buffers[number] for number in changed if number not in dependent]
-        counts = [each.name for each in kept if each.tensor.numel() == 1]
-        if counts and share.num_microbatches > 1 and self._is_main:
-            log.warning("%s", describe_counts(counts, share.num_microbatches))
+        warn_of_counts(kept if self._is_main else [], share)
         return kept
 
     def _watch_buffers(
@@ -356,16 +354,20 @@ def _describe_batchnorm(name: str, share: Share) -> Finding:
     )
 
 
-def describe_counts(names: list[str], num_microbatches: int) -> Finding:
-    """Return PL416 for counters that change once per step."""
-    return Finding(
+def warn_of_counts(kept: Sequence[ForwardBuffer], share: Share) -> None:
+    """Log PL416 for counters among the buffers that change once per step."""
+    names, number = [each.name for each in kept if each.tensor.numel() == 1], share.num_microbatches
+    if not names or number == 1:
+        return
+    finding = Finding(
         "PL416",
         name_some(names, 5),
-        f"forward changes this number, and a global batch has {num_microbatches} forwards.",
+        f"forward changes this number, and a global batch has {number} forwards.",
         "All microbatches of a step start from the same value, so it changes once per step, on any number of "
         "ranks. A loop that accumulates gradients changes it once per microbatch.",
-        f"Count steps in it, or let each forward change it {num_microbatches} times as much.",
+        f"Count steps in it, or let each forward change it {number} times as much.",
     )
+    log.warning("%s", finding)
 
 
 def _describe_dependent(names: list[str]) -> Finding:

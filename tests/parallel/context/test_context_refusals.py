@@ -136,9 +136,20 @@ class SharesWeight(Model):
         return result
 
 
+class SharesAttention(Model):
+    """Calls one attention in two blocks, between which the sequence is whole."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.blocks[1].attend = self.blocks[0].attend
+        x = self.blocks[0](self.embed(ids)).cumsum(1)
+        result: Tensor = self.head(self.blocks[1](x))
+        return result
+
+
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "word"),
     [
+        (SharesAttention, 2, "blocks.0.attend"),
         (ReturnsHidden, 2, "returns a tensor from inside of its blocks"),
         (SharesWeight, 2, "blocks.0.norm.weight is used on parts of the sequence and"),
         (Model, 3, "heads 4"),

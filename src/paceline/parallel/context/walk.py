@@ -22,6 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
@@ -297,6 +298,11 @@ class Walk:
             self.made_as_rows[calls[-1].outputs[0]] = self.rows.pop(calls[-1].outputs[0])
             self.rows.pop(stream)
             self._check_outside(index, last)
+        places: dict[str, int] = {}
+        changed: list[Any] = [*self.plan.crossings, *self.plan.attending, *self.plan.whole]
+        for each in changed:
+            if places.setdefault(each.module, each.stretch) != each.stretch:
+                raise cannot_divide_error(f"{each.module} is called in several runs of blocks")
         self._check_leaving()
         self._check_gradients()
         self._find_draws()

@@ -121,6 +121,8 @@ class Stages:
             for name, stages in users.items()
         }
         for name, segments in record.buffers.items():
+            if not segments:
+                continue
             self.holders[name] = (self.homes[cut.find_stage(min(segments))],)
         self.kept = record.buffers.keys() - record.dependent
         log.info("%s", self._describe(record.costs))

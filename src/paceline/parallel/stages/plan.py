@@ -61,7 +61,8 @@ class StageCut:
                     f"{module or 'the model'} changes in place a tensor that an earlier stage made."
                 )
         for name, segments in self.record.buffers.items():
-            if len(set(map(self.find_stage, segments | self.record.buffer_users.get(name, set())))) > 1:
+            users = segments | self.record.buffer_users.get(name, set())
+            if segments and len(set(map(self.find_stage, users))) > 1:
                 raise changed_error(f"a stage changes the buffer {name}, which another stage uses.")
 
 

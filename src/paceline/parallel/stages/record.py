@@ -6,10 +6,13 @@ them has a shape only. What depends on the batch alone (positions, masks) is com
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +39,8 @@ _SHARING = frozenset({"data.__get__", "detach"})
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
 # A tensor's name: the call that made it, and its place among that call's results.
 Made = tuple[Call, int]
+
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class ForwardRecord:
         readers: by the id of a parameter, the full names of the modules that compute with it.
         costs: floating-point operations by segment.
         writes: tensors that a later segment changes in place: (name, segment, module).
-        buffers: by full name, the segments that change a buffer; left out where all stages do.
+        buffers: by full name, the segments that change a buffer; none where all stages do.
         dependent: names of buffers whose new values follow from the batch.
         buffer_users: by full name of a buffer, the segments that use it.
     """
@@ -200,6 +205,7 @@ class _Recorder(Walker):
                 self._origins[id(twin)] = id(tensor)
 
     def enter_block(self, name: str) -> None:
+        _refuse_in_function(name)
         self.end_segment()
         self._record.entered.append(name)
         super().enter_block(name)
@@ -343,8 +349,7 @@ class _Recorder(Walker):
     def _note_buffer(self, buffer: Tensor, segment: int, path: str) -> None:
         """Note a changed buffer. What the model's own forward does without parameters, all stages do."""
         name = self._buffers[id(buffer)]
-        if "/" in path:
-            self._record.buffers.setdefault(name, set()).add(segment)
+        self._record.buffers.setdefault(name, set()).update({segment} if "/" in path else ())
         if id(buffer) in self._of_batch:
             self._record.dependent.add(name)
 
@@ -409,6 +414,21 @@ def _refusing_kept(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 continue
             if not recorder.note_replaced(f"{name}.{key}".removeprefix("."), buffer):
                 raise _kept_error(name, key)
+
+
+def _refuse_in_function(block: str) -> None:
+    """Raise PL485 for a block that an `autograd.Function` of the user's calls: all ranks run its backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = frame.f_locals["cls"] if frame.f_code is _APPLY else None
+        if kind is not None and not kind.__module__.startswith("torch."):
+            raise PacelineError(
+                "PL485",
+                saw=f"{kind.__name__}, an autograd.Function, calls {block}.",
+                rule="Its backward runs in every stage, and the weights are in one.",
+                fix="Call it inside of the block's own forward, or use torch.utils.checkpoint around blocks.",
+            )
+        frame = frame.f_back
 
 
 def _decision_error(module: str, name: str) -> PacelineError:

@@ -60,8 +60,9 @@ class StagedForwards(Runner):
         return self._stages.num_stages - 1 in self._stages.own
 
     def list_kept(self) -> list[ForwardBuffer]:
-        kept = self._stages.kept
-        return [b for b in list_forward_buffers(self._model) if b.name in kept and self._stages.holds(b.name)]
+        stages = self._stages
+        names = {name for name in stages.kept if name not in stages.holders or stages.holds(name)}
+        return [each for each in list_forward_buffers(self._model) if each.name in names]
 
     @torch.no_grad()
     def _forward_all(
