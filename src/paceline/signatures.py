@@ -98,7 +98,6 @@ _WORDS = (
 
 
 _NONE = inspect.Parameter.empty
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN = (str, int, float, list, tuple, dict, type(None))
 
 
@@ -141,7 +140,7 @@ def check_arguments(
     except TypeError as error:
         raise _name_error(called, owner, signature, kwargs, str(error)) from None
     for name, value in given.items():
-        if name not in hints or signature.parameters[name].kind in _REST or _fits(value, hints[name]):
+        if name not in hints or _fits(value, hints[name]):
             continue
         default = signature.parameters[name].default
         # Some of the texts go on after the name, and have no value.
@@ -151,7 +150,7 @@ def check_arguments(
         raise PacelineError(
             "PL400",
             saw=f"{called}({name}={shown}).",
-            rule=f"{name} takes {_describe(hints[name])}.",
+            rule=f"{name} takes {signature.parameters[name].annotation}.",
             fix=f"P{pass_}" if default is _NONE else f"Leave {name}= out for {default!r}, or p{pass_}",
         )
 
@@ -188,30 +187,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return (
         not isinstance(value, Collection) or len(inner) != 1 or all(_fits(each, inner[0]) for each in value)
     )
-
-
-def _describe(hint: Any) -> str:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_describe(each) for each in inner))
-    if origin is Literal:
-        return " or ".join(map(repr, inner))
-    if hint is type(None):
-        return "None"
-    if isinstance(origin, type):
-        if issubclass(origin, Mapping):
-            return f"a dict (by name: {_describe(inner[1])})"
-        if issubclass(origin, Sequence):
-            return f"a list or tuple (of {', '.join(map(_describe, inner))})"
-        return "a function" if origin.__name__ == "Callable" else f"a {origin.__name__}"
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        bool: "True or False",
-        Any: "any value",
-    }
-    return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
 def _name_error(

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "max_skipped 0": ("PL400", lambda: build(max_skipped_in_a_row=0), "max_skipped_in_a_row=0."),
     "negative seed": ("PL400", lambda: build(seed=-3), "seed=-3."),
     "text for a number": ("PL400", lambda: build(clip_norm="1"), "clip_norm='1')."),
-    "unknown dtype": ("PL400", lambda: build(dtype="half"), "dtype='half'). dtype takes 'fp64' or"),
+    "unknown dtype": ("PL400", lambda: build(dtype="half"), "dtype='half'). dtype takes Literal"),
     "unknown ddp key": ("PL100", lambda: build(ddp={"bucket_cap": 1}), "unknown key ddp.bucket_cap"),
     "ddp value": ("PL101", lambda: build(ddp={"bucket_cap_mb": -1}), "ddp.bucket_cap_mb=-1"),
     "layout of another world": ("PL113", lambda: build(layout="dp_replicate=2"), "there are 1 ranks"),
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a ready optimizer": (
         "PL400",
         lambda: build(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)),
-        "optimizer=SGD(...)). optimizer takes a function",
+        "optimizer=SGD(...)). optimizer takes OptimizerFactory",
     ),
     "a name for an optimizer": ("PL400", lambda: build(optimizer="adamw"), "optimizer='adamw')."),
     "an optimizer function without a result": (
