@@ -376,7 +376,8 @@ class Loop(Training[LoopStep]):
     def compare_inputs(self, counts: Callable[[], bool]) -> AbstractContextManager[None]:
         """Compare the inputs of the models over the ranks, in the first steps; see `RawBatches.drawn`."""
         called = list(self.model.children()) if self._is_several else [self.model]
-        return self._raw_batches.drawn(called, counts)
+        # A compiled call would be compiled anew with the hook, and again without it.
+        return self._raw_batches.drawn([] if self._given.compile else called, counts)
 
     def watch_pass(self) -> FirstPass | None:
         """Watch what a pass changes; return what finds the buffers that forwards change, in the first one."""
