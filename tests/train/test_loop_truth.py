@@ -52,8 +52,8 @@ def play(d: nn.Module, g: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor
 
 def test_a_gan_trains_as_in_plain_torch() -> None:
     torch.manual_seed(1)
-    g, d = nn.Linear(3, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    real, noise = torch.randn(12, 6), torch.randn(12, 3)
+    g, d = nn.Linear(3, 6).double(), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    real, noise = torch.randn(12, 6).double(), torch.randn(12, 3).double()
     ours, theirs = copy.deepcopy((g, d)), (g, d)
     of_g, of_d = (torch.optim.Adam(each.parameters(), lr=0.05) for each in theirs)
     for _ in range(5):
@@ -66,7 +66,7 @@ def test_a_gan_trains_as_in_plain_torch() -> None:
     g, d = ours
     of_g, of_d = (torch.optim.Adam(each.parameters(), lr=0.05) for each in ours)
     with paceline.start():
-        loop = paceline.Loop({"G": g, "D": d}, [of_g, of_d], microbatch_size=4)
+        loop = paceline.Loop({"G": g, "D": d}, [of_g, of_d], microbatch_size=4, dtype="fp64")
         for _ in range(5):
             step = loop.split((real, noise))
             for x, z in step.of("D"):
@@ -80,7 +80,44 @@ def test_a_gan_trains_as_in_plain_torch() -> None:
             assert all(p.grad is None for p in d.parameters())
     for mine, other in zip(ours, theirs, strict=True):
         for name, value in mine.state_dict().items():
-            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def judge(actor: nn.Module, batch: Any) -> Tensor:
+    """Return PPO's loss: clipped ratios to the old policy, the value's error and the entropy."""
+    seen, action, old, advantage, reward = batch
+    *logits, value = actor(seen).unbind(1)
+    policy = torch.distributions.Categorical(logits=torch.stack(logits, 1))
+    ratio = (policy.log_prob(action) - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (0.5 * (value - reward).square() - gain - 0.01 * policy.entropy()).mean()
+
+
+def test_ppo_trains_as_in_plain_torch() -> None:
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    actor = copy.deepcopy(plain)
+    theirs, ours = (torch.optim.Adam(each.parameters(), lr=0.02) for each in (plain, actor))
+    with paceline.start():
+        loop = paceline.Loop(actor, ours, microbatch_size=3, dtype="fp64")
+        for _ in range(3):
+            rollout = [torch.randn(20, 5), torch.randint(3, (20,)), *torch.randn(3, 20)]
+            rollout = [each.double() if each.is_floating_point() else each for each in rollout]
+            for _ in range(4):
+                for rows in torch.randperm(20).split(8):
+                    batch = [each[rows] for each in rollout]
+                    theirs.zero_grad()
+                    judge(plain, batch).backward()
+                    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                    theirs.step()
+                    step = loop.split(batch)
+                    for part in step:
+                        judge(actor, part).backward()
+                    assert step.clip_grad_norm_(0.5) == pytest.approx(float(expected), rel=1e-10)
+                    ours.step()
+                    ours.zero_grad()
+    for mine, other in zip(actor.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
 def test_a_step_reaches_the_users_forward_in_few_calls() -> None:
