@@ -110,12 +110,6 @@ def build_model(
     return Built(construction.model, construction)
 
 
-def complete_model(built: Built, device: torch.device) -> None:
-    """Fill in the values of a model that has no layout, all of them on every rank; collective."""
-    if built.construction is not None:
-        place_values(built.construction, device)
-
-
 def build_update(name: str, built: Built, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
     """Lay out a model over the ranks and build its optimizer and schedule; collective."""
     model, laying_out = built.model, settings.laying_out
@@ -174,7 +168,8 @@ def build_updates(
         refuse_illegal(each, settings.laying_out, settings.precision, world_size)
     updates = {name: build_update(name, built[name], make, settings) for name, make in factories.items()}
     for name in built.keys() - updates.keys():
-        complete_model(built[name], settings.precision.device)
+        if (construction := built[name].construction) is not None:
+            place_values(construction, settings.precision.device)
         if settings.mesh is not None:
             align_with_main(built[name].model)
     return updates

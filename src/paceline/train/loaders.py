@@ -5,46 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paceline.data.check import warn_of_oversized_batch
 from paceline.data.loader import Loader
-from paceline.data.share import Share
 from paceline.mesh import Axis
 from paceline.torch_seams.trees import learn_mapping
 from paceline.train.batches import RankRows
 from paceline.train.compressing import check_num_slots
 from paceline.train.same_settings import all_ranks, check_same_settings, describe_data
-from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.train.training import Training
 
 log = logging.getLogger(__name__)
 
 
 # What the user's loop gets per global batch.
-Handed = TypeVar("Handed", covariant=True)
-
-
-class StepTaker(Protocol[Handed]):
-    """The methods of a trainer that its loaders call.
-
-    Attributes:
-        num_slots: of the compression; `None` without.
-        turns: how many neighbouring data ranks take microbatches in turns, see `Share`.
-        world: the ranks.
-    """
-
-    num_slots: int | None
-    turns: int
-    world: World
-
-    def leave_if_asked(self) -> None:
-        """Save and leave if some rank was asked to stop."""
-
-    def add_data_wait(self, seconds: float) -> None:
-        """Count time that the loop waited for data."""
-
-    def open(self, share: Share) -> Handed:
-        """Return what the loop gets of a share."""
+Handed = TypeVar("Handed")
 
 
 class TrainerLoader(Loader, Generic[Handed]):
@@ -65,7 +43,7 @@ class TrainerLoader(Loader, Generic[Handed]):
 
     def __init__(
         self,
-        trainer: StepTaker[Handed],
+        trainer: Training[Handed],
         dataset: Any,
         *,
         shard: Literal["loader", "mine"] = "loader",

@@ -178,7 +178,8 @@ class WholeSteps:
             vars(item.stepped).update(vars(parameter))  # such as marks of the user's
             item.stepped.grad = item.tensors[_GRADIENT]
             if state := optimizer.state.get(parameter):
-                optimizer.state[item.stepped] = {**state, **_only_state(item.tensors)}
+                parts = {key: each for key, each in item.tensors.items() if key not in _OWN}
+                optimizer.state[item.stepped] = state | parts
 
     @torch.no_grad()
     def _return(self, optimizer: Optimizer, items: Sequence[_Item]) -> None:
@@ -293,10 +294,6 @@ def _list_axes(items: Sequence[_Item]) -> list[Axis]:
     """Return the axes that divide the items, in the order in which parts are joined."""
     found = {axis.name: axis for item in items for axis in item.axes}
     return [found[name] for name in ("dp_shard", "tp", "ep") if name in found]
-
-
-def _only_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value for key, value in tensors.items() if key not in _OWN}
 
 
 def _join(axis: Axis, items: Sequence[_Item]) -> None:
