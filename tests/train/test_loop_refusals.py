@@ -422,26 +422,28 @@ def test_a_schedule_in_the_inner_loop() -> None:
         assert caught.value.code == "PL649"
 
 
-def call_parts(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = model[2](model[0](x))
-    return result
+class Coder(nn.Sequential):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self[0](x)
+        return result
 
 
 def mix_with_plain_tensors(world: Any, how: str) -> Any:
     torch.manual_seed(0)
     model, target = nn.Linear(6, 2), nn.Linear(6, 2)
-    if how == "parts":
-        loop, layers, _ = build(layout="dp_shard=2")
+    if how in ("parts", "method"):
+        layers: Any = Coder(nn.Linear(6, 8), nn.Linear(8, 2))
+        loop, *_ = build(layout="dp_shard=2", model=layers)
     else:
         loop = paceline.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), layout="dp_shard=2")
     try:
-        if how == "parts":
+        if how in ("parts", "method"):
             for x, _y in loop.split((torch.ones(8, 6), torch.ones(8, 2))):
-                call_parts(layers, x)  # type: ignore[arg-type]
+                layers[1](layers.encode(x) if how == "method" else layers[0](x))
         with torch.no_grad():
             for mine, trained in zip(target.parameters(), model.parameters(), strict=True):
                 mine.lerp_(trained, 0.1) if how == "softly" else mine.copy_(trained)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         world.error = error
     try:
         loop.close()
@@ -453,7 +455,10 @@ def mix_with_plain_tensors(world: Any, how: str) -> Any:
 
 @pytest.mark.parametrize(
     ("how", "part"),
-    [("softly", "target network"), ("hard", "target network"), ("parts", "Call the model itself")],
+    [
+        *(("softly", "target network"), ("hard", "target network")),
+        *(("parts", "Call the model itself"), ("method", "Call the model itself")),
+    ],
 )
 def test_plain_tensors_beside_shards_are_named(ranks: Pool, how: str, part: str) -> None:
     for code, text in ranks.run(mix_with_plain_tensors, 2, (how,)):

@@ -53,11 +53,14 @@ from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.parallel.sums.gradient_sum import RankSum
 from paceline.phrases import first_line, name_some
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
+from paceline.torch_seams.modules import CALL
 
 log = logging.getLogger(__name__)
 
-# Part of torch's message for an operation between a shard and a plain tensor.
+# Parts of messages of torch: for an operation between a shard and a plain tensor, and for a block that is
+# called before the model.
 _MIXED = "mixed torch.Tensor and DTensor"
+_NO_MODEL = "'FSDPCommContext' object has no attribute"
 # A part of the message of `torch.autograd.grad` for the shards, which forward replaces by whole parameters.
 _UNUSED = "appears to not have been used in the graph"
 
@@ -249,13 +252,11 @@ class Shards:
         """
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             if _UNUSED in str(error):
                 raise gradient_error(f"{type(error).__name__}: {first_line(error)}") from error
-            if _MIXED in str(error):
-                frames = (frame for frame, _ in walk_tb(error.__traceback__))
-                is_called = any(frame.f_locals.get("self") is self._model for frame in frames)
-                raise _outside_error(error, is_called=is_called) from error
+            if _MIXED in str(error) or _NO_MODEL in str(error):
+                raise _outside_error(error, [self._model]) from error
             raise
 
     def backward(self, loss: Tensor) -> float:
@@ -355,8 +356,8 @@ class Shards:
         forget_iteration(self.units[-1].module)
 
 
-def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:
-    if not is_called:
+def _outside_error(error: BaseException, models: Sequence[nn.Module]) -> PacelineError:
+    if not any(each is model for each in _list_called(error) for model in models):
         return PacelineError(
             "PL435",
             saw=f"{_find_own_line(error) or 'forward='} calls parts of the model, not the model.",
@@ -376,12 +377,11 @@ def _outside_error(error: Exception, *, is_called: bool) -> PacelineError:
 
 def refuse_mixed(error: BaseException | None, models: Sequence[nn.Module]) -> None:
     """Raise PL435 for an error of torch between a shard and a plain tensor, in the user's own code."""
-    if not isinstance(error, RuntimeError) or _MIXED not in str(error):
+    if _MIXED not in str(error) and _NO_MODEL not in str(error):
         return
-    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    if any(isinstance(each, nn.Module) for each in called):
-        is_called = any(each is model for each in called for model in models)
-        raise _outside_error(error, is_called=is_called) from error
+    assert error is not None
+    if _list_called(error):
+        raise _outside_error(error, models) from error
     raise PacelineError(
         "PL435",
         saw=f"{_find_own_line(error) or 'the script'} combines a parameter with a plain tensor of yours.",
@@ -390,6 +390,12 @@ def refuse_mixed(error: BaseException | None, models: Sequence[nn.Module]) -> No
         "average of weights use paceline.Average(model, 0.999); for whole values call whole_state() on every "
         "rank.",
     ) from error
+
+
+def _list_called(error: BaseException) -> list[Any]:
+    """Return the modules that were called, and not those of which another method was."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return [frame.f_locals.get("self") for frame in frames if frame.f_code is CALL]
 
 
 def _find_own_line(error: BaseException) -> str | None:
