@@ -18,7 +18,7 @@ from paceline.launching.members.waits import Waits
 from tests.launching.members.simulated import Disk, Link
 
 pytestmark = pytest.mark.timeout(60)
-WAITS = Waits(detect_s=3.0, join_s=40.0, last_call_s=3.0)
+WAITS = Waits(detect_s=2.0, join_s=40.0, last_call_s=2.0)
 
 
 class Launcher:
@@ -78,7 +78,7 @@ def test_nodes_join_are_lost_leave_and_end(pool: ThreadPoolExecutor) -> None:
     a.link.fault = "cut"
     for launcher in (b, c):
         assert launcher.rendezvous.await_news(20)
-        assert launcher.rendezvous.news == "a (127.0.0.1) is lost: no beat for 1 s"
+        assert launcher.rendezvous.news == "a (127.0.0.1) is lost: no beat for 2 s"
         assert launcher.rendezvous.lost
         assert launcher.ended.wait(1)
     again = [pool.submit(launcher.meet) for launcher in (b, c)]
