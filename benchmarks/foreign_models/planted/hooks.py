@@ -120,7 +120,7 @@ FAULTS: dict[str, Fault] = {
         "a hook on a parameter halves its gradient on rank 1",
         "GPT-2",
         REPLICATED,
-        ("PL707", "PL706"),
+        ("PL707",),
         "transformer.h.0.mlp.c_fc",
         ("hook_parameter",),
         hook_parameter("transformer.h.0.mlp.c_fc.weight", 0.5),

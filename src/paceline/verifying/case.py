@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.data.share import owned_microbatches
 from paceline.recipe import Layout
 from paceline.recipe.axes import list_axes
 from paceline.verifying.compare import Difference
@@ -44,7 +43,6 @@ class Case:
         differences: of all ranks.
         watched: of the reference's watched step, `None` if it was not watched.
         observed: of that step, by rank.
-        turns: how many data ranks take microbatches in turns, see `data.share.list_numbers`.
     """
 
     layout: Layout
@@ -53,7 +51,6 @@ class Case:
     differences: Sequence[Difference]
     watched: WatchedFacts | None = None
     observed: Sequence[Observed] = ()
-    turns: int = 1
 
     @property
     def step(self) -> int:
@@ -108,10 +105,6 @@ class Case:
                 if is_inside and KINDS_OF_TYPES.index(kind) > KINDS_OF_TYPES.index(wider):
                     return kind
         return ""
-
-    def owned(self, dp_rank: int) -> range:
-        """Return the microbatches that a place of dp computes."""
-        return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank, turns=self.turns)
 
     def name_ranks(self, ranks: Iterable[int]) -> str:
         """Return a phrase such as `on rank 1 only`, `on ranks 2 and 3 of 4`, `on all 4 ranks`."""

@@ -120,15 +120,12 @@ def _explain_lost(case: Case) -> Explained | None:
     twice = [number for number, count in ran.items() if count > case.layout.num_ranks // case.layout.dp]
     if not lost and not twice:
         return None
-    owner = {number: place for place in range(case.layout.dp) for number in case.owned(place)}
     numbers = lost or twice
-    ranks = sorted({case.layout.list_dp_ranks(owner[number])[0] for number in numbers})
     what = "ran on no rank" if lost else "ran more than once"
     return Explained(
         "PL704",
         "the global batch",
-        f"Microbatch {name_some(list(map(str, numbers)), 8)} of {case.num_microbatches} {what}; "
-        f"{'it belongs' if len(numbers) == 1 else 'they belong'} to rank {name_some(list(map(str, ranks)))}.",
+        f"Microbatch {name_some(list(map(str, numbers)), 8)} of {case.num_microbatches} {what}.",
         "Each microbatch of the global batch runs exactly once.",
         "Check how the global batch is distributed, and the loop over a rank's microbatches.",
     )

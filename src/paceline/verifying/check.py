@@ -360,8 +360,7 @@ class _Session:
         differences = [d for compared in ranks for d in compared.differences]
         if not differences:
             return _summarise(layout, ranks, None)
-        turns = layout.count_turns(is_exact=self._subject.reduction == "exact")
-        case = Case(layout, self._subject.dtype, self._facts, differences, turns=turns)
+        case = Case(layout, self._subject.dtype, self._facts, differences)
         if case.step > 0:
             try:
                 case = self._watch(case, size)

@@ -81,7 +81,6 @@ class Difference:
         rounding: the largest that rounding explains.
         scale: the largest element of the reference.
         factor: the tensor is the reference times this; `None` if there is no such number.
-        share: the share of elements that differ.
         rounded_to: the narrower type that its values were rounded to, empty for none.
         note: further observations, as text.
     """
@@ -95,7 +94,6 @@ class Difference:
     rounding: float
     scale: float
     factor: float | None = None
-    share: float = 1.0
     rounded_to: str = ""
     note: str = ""
 
@@ -146,27 +144,6 @@ def find_factor(reference: Tensor, other: Tensor) -> float | None:
     left = float(torch.linalg.vector_norm(b - factor * a))
     norm = float(torch.linalg.vector_norm(b))
     return factor if norm and left <= _UNEXPLAINED * norm else None
-
-
-def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
-    """Return the factors f with columns @ f = total, or `None` if no factors fit to a thousandth."""
-    if not bool(total.isfinite().all()) or not len(total):
-        return None
-    factors = torch.linalg.lstsq(columns, total[:, None], driver="gelsd").solution[:, 0]
-    left = torch.linalg.vector_norm(columns @ factors - total)
-    norm = torch.linalg.vector_norm(total)
-    if not bool(left <= 1e-3 * norm):
-        return None
-    found: list[float] = factors.tolist()
-    return found
-
-
-def share_apart(reference: Tensor, other: Tensor, tolerance: float) -> float:
-    """Return the share of elements that differ by more than the tolerance."""
-    if reference.shape != other.shape or not reference.numel():
-        return 1.0
-    apart = (reference.double() - other.double()).abs()
-    return float(((apart > tolerance) | apart.isnan()).double().mean().item())
 
 
 def find_rounding(reference: Tensor, other: Tensor, scales: Sequence[float] = (1.0,)) -> str:

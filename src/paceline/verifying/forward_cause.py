@@ -14,6 +14,8 @@ from paceline.verifying.settings import FUNCTIONS, PROCESS
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
 # A difference of this share of a tensor's largest element is too large for rounding in any type in use.
 _LARGE = 1e-3
+# No rounding, to whatever type, moves an element by more than this share of the largest.
+_MOST_ROUNDED = 1e-2
 
 
 def explain_forward(case: Case) -> Explained:
@@ -36,9 +38,6 @@ def explain_forward(case: Case) -> Explained:
             "Check the data: an order, an augmentation or a step that depends on the rank.",
         )
     saw = f"The first difference {which} is {place}, {micro}, {size}."
-    if first.owner:
-        saw += f" It is what {first.owner} should have."
-        return _explain_module(case, first, module, saw)
     for explain in (
         explain_settings,
         _explain_type,
@@ -112,11 +111,10 @@ def _explain_received(
     """Explain a tensor that agrees on the stage that has made it, and not on one that has received it."""
     if not first.is_received:
         return None
-    other = "" if first.instead is None else f" It is that of microbatch {first.instead}."
     return Explained(
         "PL701",
         module,
-        f"{saw} Another stage has this module: the rank has received the tensor.{other}",
+        f"{saw} Another stage has this module: the rank has received the tensor.",
         "A stage computes on the outputs of earlier stages for the same microbatch.",
         "Check the messages between stages: their order, and buffers that are reused.",
     )
@@ -131,13 +129,11 @@ def _explain_draws(
     is_drawn = module in others or first.event.module in others
     is_dropout = facts is not None and "drop" in facts.kind.lower() and dropout > 0
     is_large = first.size > _LARGE * first.scale
-    is_likely = bool(dropout) and is_large and first.factor is None and _has_share(case, first, dropout)
-    if not (first.looks_masked or is_drawn or (is_dropout and is_large) or is_likely):
+    if not (first.looks_masked or is_drawn or (is_dropout and is_large)):
         return None
     why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""
     why += " Other elements are 0, and the rest agrees." if first.looks_masked else ""
     why += " It drew other random numbers than one process." if is_drawn else ""
-    why += f" {first.share:.0%} of the elements differ, as with two masks." if case.layout.cp > 1 else ""
     return Explained(
         "PL702",
         module,
@@ -148,21 +144,11 @@ def _explain_draws(
     )
 
 
-def _has_share(case: Case, first: EventDifference, rate: float) -> bool:
-    """Return whether two dropout masks may explain a difference that shows no zeros and no draw."""
-    if case.layout.cp > 1:
-        # A wrong exchange differs everywhere; behind a residual sum, masks differ in this share.
-        wanted = 2 * rate * (1 - rate)
-        return abs(first.share - wanted) < 0.5 * wanted
-    # A mask inside a fused operation on some of the heads.
-    return max(case.layout.tp, case.layout.pp) > 1
-
-
 def _explain_type(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
 ) -> Explained | None:
     computed = case.narrower(module) or case.narrower(first.event.module)
-    kind = computed or first.rounded_to
+    kind = computed or (first.rounded_to if first.size < _MOST_ROUNDED * first.scale else "")
     if not kind or case.dtype not in ("fp64", "fp32"):
         return None
     why = f"This layout computes in {kind} there" if computed else f"Its values are rounded to {kind}"
@@ -196,6 +182,8 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
     facts = case.watched.modules.get(module) if case.watched is not None else None
     if facts is not None and facts.has_parameters and first.event.side == "out":
         saw += " Its input and its weights agree."
+    if facts is not None and facts.dropout:
+        saw += f" It has dropout {facts.dropout:g}."
     if facts is not None and facts.hooks:
         saw += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
     if case.layout.cp > 1:

@@ -26,7 +26,6 @@ from paceline.verifying.compare import (
     find_factor,
     find_rounding,
     measure_distance,
-    share_apart,
 )
 from paceline.verifying.observe import holds, take_part
 from paceline.verifying.reference import Reference, key_of
@@ -112,7 +111,6 @@ class Comparer:
             size,
             noise,
             factor=find_factor(expected, tensor),
-            share=share_apart(expected, tensor, self._allow(noise)),
             rounded_to=find_rounding(expected, tensor, self._scales(step)),
             note=_compare_kinds(expected, tensor),
         )

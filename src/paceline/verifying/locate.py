@@ -1,9 +1,4 @@
-"""Finds where a layout goes wrong: repeats one step on one process and on the layout, with modules watched.
-
-It also examines how the layout made its gradient. The whole gradient is a sum of the microbatches' gradients,
-which the watched reference keeps one by one, so least squares give the factor with which each of them entered
-the sum. All ones is correct, a 0 is a lost microbatch, all n is a sum in place of a mean.
-"""
+"""Finds where a layout goes wrong: repeats one step on one process and on it, with modules watched."""
 
 from __future__ import annotations
 
@@ -32,20 +27,14 @@ from paceline.verifying.compare import (
     largest,
     looks_masked,
     measure_distance,
-    share_apart,
 )
-from paceline.verifying.microbatch_factors import fit_microbatches
 from paceline.verifying.observe import (
-    add_up,
     is_elsewhere,
-    is_whole,
     list_optimizer_settings,
-    list_partial,
     move_last_bits,
     take_local,
-    take_part,
 )
-from paceline.verifying.parts import find_owner, find_part, find_places
+from paceline.verifying.parts import find_part, find_places
 from paceline.verifying.reference import ONE, Facts, Reference, key_of, shuffle_shares
 from paceline.verifying.run_steps import run_steps
 from paceline.verifying.settings import (
@@ -61,8 +50,6 @@ from paceline.verifying.subject import Opened, Subject
 from paceline.verifying.watch import ONCE, Event, ModuleFacts, Watch, describe_modules
 from paceline.world import start
 
-# Maximum elements of gradients kept per microbatch.
-_MAX_KEPT = 16_000_000
 _MAX_LISTED = 400
 
 
@@ -80,11 +67,8 @@ class EventDifference:
         factor: as in `Difference`.
         looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
         rounded_to: the narrower type that its values were rounded to, empty for none.
-        share: the share of its elements that differ.
-        owner: the rank whose part the tensor is, such as `rank 1 of tp`, if it is another rank's.
         stale: the step after which the weight had this value, if that is an earlier step than expected.
         is_received: whether the rank has it from another stage, which has the module.
-        instead: the microbatch whose tensor a received one is, if it is another one's.
     """
 
     order: int
@@ -98,11 +82,8 @@ class EventDifference:
     factor: float | None
     looks_masked: bool
     rounded_to: str
-    share: float = 1.0
-    owner: str = ""
     stale: int | None = None
     is_received: bool = False
-    instead: int | None = None
 
 
 @dataclass
@@ -114,8 +95,6 @@ class Observed:
         ran: microbatches it ran, in order.
         differences: in order: forwards first, by event; then gradients, from the last event to the first.
         num_events: compared.
-        factors: of each microbatch's gradient in the sum; `None` if no such sum explains it.
-        moved: the same, less 1, if this explains the difference itself: factors that are nearly 1.
         losses: by microbatch, (sum of losses, weight).
         types: the narrowest types that operations computed in, by module in forward.
         outside: the same outside of forwards, under an empty name.
@@ -123,26 +102,19 @@ class Observed:
         other_draws: modules whose forward drew other random numbers of the same shapes than in one process.
         stale_copies: by module, the attribute that holds a weight as it was after an earlier step, and that
             step.
-        partial: by axis, the parameters of whose gradients the ranks have addends before they are summed.
         batches: as in `Watch`.
-        addends: by axis, those whose gradient is still such an addend: it differs, and the sum over the axis
-            is right.
     """
 
     rank: int = 0
     ran: list[int] = field(default_factory=list)
     differences: list[EventDifference] = field(default_factory=list)
     num_events: int = 0
-    factors: list[float] | None = None
-    moved: list[float] | None = None
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
     settings: list[SettingDifference] = field(default_factory=list)
     other_draws: list[str] = field(default_factory=list)
     stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
-    partial: dict[str, list[str]] = field(default_factory=dict)
-    addends: dict[str, list[str]] = field(default_factory=dict)
     batches: dict[str, str] = field(default_factory=dict)
 
 
@@ -155,8 +127,7 @@ class WatchedFacts:
         noise: by key, of the events' tensors.
         modules: facts by name.
         losses: by microbatch, (sum of losses, weight).
-        gradient_scale: the factor of a microbatch's raw gradient in the mean over the global batch.
-        parameters: names whose gradients were kept by microbatch.
+        parameters: names of those that are trained.
         types, outside: as in `Observed`.
         settings: of functions, the process and the optimizer, by owner.
         changed: weights that a forward of this step found changed since the step before.
@@ -168,7 +139,6 @@ class WatchedFacts:
     noise: dict[str, Noise]
     modules: dict[str, ModuleFacts]
     losses: dict[int, tuple[float, float]]
-    gradient_scale: float
     parameters: list[str]
     types: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
@@ -240,64 +210,23 @@ class _Nothing:
         pass
 
 
-class _Gradients(_Nothing):
-    """An observer that keeps the whole gradients of one step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self.gradients: dict[str, Tensor] = {}
-
-    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
-        if step == self._step and kind == "gradient":
-            self.gradients[name] = tensor.clone()
-
-
-class _ByMicrobatch:
-    """A divider of accumulated gradients into those of the microbatches."""
-
-    def __init__(self, trainer: Trainer, watch: Watch, num_microbatches: int) -> None:
-        self.parts: dict[str, Tensor] = {}
-        self.names: list[str] = []
-        self._so_far: dict[str, Tensor] = {}
-        self._watch = watch
-        room = _MAX_KEPT
-        named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
-        # The smallest parameters first: as many as fit, and at least one.
-        for name, parameter in sorted(named, key=lambda pair: pair[1].numel()):
-            room -= parameter.numel() * num_microbatches
-            if room < 0 and self.names:
-                break
-            self.names.append(name)
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda parameter, name=name: self._take(name, parameter)
-            )
-
-    def _take(self, name: str, parameter: Tensor) -> None:
-        if self._watch.microbatch < 0 or parameter.grad is None:
-            return
-        # The gradient accumulates over microbatches: this one's is the change since the hook's last call.
-        now = take_local(parameter.grad).clone()
-        self.parts[f"{self._watch.microbatch}/{name}"] = now - self._so_far.get(name, torch.zeros_like(now))
-        self._so_far[name] = now
-
-
 def watch_reference(subject: Subject, folder: str, step: int) -> None:
     """Train the reference up to `step`, and keep the tensors of every module in that step, in the folder."""
     facts = Facts.read(Path(folder))
     with start(**subject.start):
         opened = subject.open()
-        kept, found = _Keep(), _Gradients(step)
+        kept = _Keep()
         trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
         watch = Watch(trainer, kept, subject.dtype)
         modules = describe_modules(trainer.model)
-        parts = _ByMicrobatch(trainer, watch, facts.num_microbatches[step - 1])
-        _run_watched(trainer, opened, watch, step, found)
+        parameters = [name for name, each in trainer.model.named_parameters() if each.requires_grad]
+        _run_watched(trainer, opened, watch, step)
         settings = _list_process(trainer)
         rerun = _Floors(kept)
         trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
         move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=1)
         again = Watch(trainer, rerun, subject.dtype)
-        _run_watched(trainer, opened, again, step, _Nothing(), shuffles=True)
+        _run_watched(trainer, opened, again, step, shuffles=True)
     noise = {
         key: Noise(rerun.floors.get(key, 0.0), largest(tensor), EPS[subject.dtype], FACTORS[subject.dtype])
         for key, tensor in kept.tensors.items()
@@ -308,8 +237,7 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         noise=noise,
         modules=modules,
         losses=kept.losses,
-        gradient_scale=_measure_scale(found.gradients, parts, facts.num_microbatches[step - 1]),
-        parameters=[name for name in parts.names if name in found.gradients],
+        parameters=parameters,
         types=watch.types.forward,
         outside=watch.types.outside,
         settings=settings,
@@ -318,7 +246,6 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         batches=dict(watch.batches.items() & again.batches.items()),
     )
     save_file(kept.tensors, str(Path(folder) / f"watched-{step}.safetensors"))
-    save_file(parts.parts, str(Path(folder) / f"gradients-{step}.safetensors"))
     (Path(folder) / f"watched-{step}.json").write_text(json.dumps(asdict(table)))
 
 
@@ -351,7 +278,7 @@ def _find_changed(kept: _Keep, reference: Reference, step: int) -> list[str]:
 
 
 def _run_watched(
-    trainer: Trainer, opened: Opened, watch: Watch, step: int, observer: Any, *, shuffles: bool = False
+    trainer: Trainer, opened: Opened, watch: Watch, step: int, *, shuffles: bool = False
 ) -> None:
     shares = opened.give_shares(trainer)
 
@@ -361,35 +288,22 @@ def _run_watched(
 
     try:
         run_steps(
-            trainer, shuffle_shares(shares, 1) if shuffles else shares, step, observer, before_step=before
+            trainer, shuffle_shares(shares, 1) if shuffles else shares, step, _Nothing(), before_step=before
         )
     finally:
         watch.end()
         trainer.close()
 
 
-def _measure_scale(gradients: dict[str, Tensor], parts: _ByMicrobatch, num_microbatches: int) -> float:
-    top = bottom = 0.0
-    for name, gradient in gradients.items():
-        found = [parts.parts.get(f"{number}/{name}") for number in range(num_microbatches)]
-        total = sum(
-            (part.double() for part in found if part is not None), torch.zeros_like(gradient.double())
-        )
-        top += float((gradient.double() * total).sum())
-        bottom += float((total * total).sum())
-    return top / bottom if bottom else 1.0
-
-
 # ---- the layouts
 
 
-class _Judge(_Nothing):
-    """A sink that compares a rank's events with the reference's, and keeps its gradients."""
+class _Judge:
+    """A sink that compares a rank's events with the reference's."""
 
     def __init__(self, folder: Path, step: int, trainer: Trainer) -> None:
         self.facts = WatchedFacts.read(folder, step)
         self.found = Observed(rank=trainer.world.rank)
-        self.gradients: dict[str, Tensor] = {}
         self._folder, self._step, self._trainer = folder, step, trainer
         self._places = find_places(trainer.layout, trainer.world.rank)
         self._reference = Reference(folder)
@@ -402,10 +316,6 @@ class _Judge(_Nothing):
     def _keys(self) -> frozenset[str]:
         return frozenset(self._file.keys())
 
-    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
-        if step == self._step and kind == "gradient":
-            self.gradients[name] = tensor.clone()
-
     def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
         self.found.losses[microbatch] = (loss_sum, weight)
 
@@ -413,8 +323,7 @@ class _Judge(_Nothing):
         key = _key(microbatch, event, gradient)
         if key not in self._keys:
             return
-        whole = self._file.get_tensor(key)
-        expected = find_part(whole, tensor, self._places)
+        expected = find_part(self._file.get_tensor(key), tensor, self._places)
         if expected is None:
             return
         self.found.num_events += 1
@@ -422,7 +331,6 @@ class _Judge(_Nothing):
         size = measure_distance(expected, tensor)
         if size <= noise.tolerance or len(self.found.differences) >= _MAX_LISTED:
             return
-        is_received = not gradient and is_elsewhere(self._trainer, event.module)
         self.found.differences.append(
             EventDifference(
                 order=self.facts.order[str(event)],
@@ -436,11 +344,8 @@ class _Judge(_Nothing):
                 factor=find_factor(expected, tensor),
                 looks_masked=looks_masked(expected, tensor, noise.tolerance),
                 rounded_to=find_rounding(expected, tensor),
-                share=share_apart(expected, tensor, noise.tolerance),
-                owner="" if event.is_weight else find_owner(whole, tensor, self._places, noise.tolerance),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
-                is_received=is_received,
-                instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,
+                is_received=not gradient and is_elsewhere(self._trainer, event.module),
             )
         )
 
@@ -459,23 +364,12 @@ class _Judge(_Nothing):
                     return step
         return None
 
-    def _find_microbatch(self, event: Event, tensor: Tensor, tolerance: float) -> int | None:
-        """Return the microbatch for which the reference has this tensor there; `None` if there is none."""
-        for number in sorted(self.facts.losses):
-            key = _key(number, event, False)
-            part = find_part(self._file.get_tensor(key), tensor, self._places) if key in self._keys else None
-            if part is not None and measure_distance(part, tensor) <= tolerance:
-                return number
-        return None
-
     def finish(self, watch: Watch) -> Observed:
         """Return all observations, in the order of forward and backward."""
         self.found.ran = watch.ran
         self.found.differences.sort(
             key=lambda d: (d.gradient, -d.order if d.gradient else d.order, d.microbatch)
         )
-        self._fit_factors()
-        self._find_addends()
         self.found.batches = watch.batches
         self.found.types, self.found.outside = watch.types.forward, watch.types.outside
         self.found.other_draws = self._compare_draws(watch.types.draws)
@@ -517,44 +411,6 @@ class _Judge(_Nothing):
                         found[name] = (key, step)
         return found
 
-    def _fit_factors(self) -> None:
-        """Fit factors to all gradients; if that fails, to those that all ranks of tp hold whole.
-
-        Under pp, stages and halves of a backward may have factors of their own, so those that differ are
-        fitted by themselves.
-        """
-        names = [name for name in self.facts.parameters if name in self.gradients]
-        found, moved = self._fit(names)
-        if found is None and self._trainer.layout.tp > 1:
-            found, moved = self._fit([name for name in names if is_whole(self._trainer, name)])
-        if found is None and self._trainer.layout.pp > 1:
-            found, moved = self._fit([name for name in names if self._differs(name)])
-        self.found.factors, self.found.moved = found, moved
-
-    def _find_addends(self) -> None:
-        """Find gradients that are right once they are summed over an axis; collective over these axes."""
-        for axis, names in list_partial(self._trainer).items():
-            self.found.partial[axis] = names
-            present = [name for name in names if name in self.gradients]
-            sums = {name: add_up(self._trainer, axis, self.gradients[name]) for name in present}
-            found = [name for name in present if self._differs(name) and not self._differs(name, sums[name])]
-            self.found.addends[axis] = found
-
-    def _differs(self, name: str, gradient: Tensor | None = None) -> bool:
-        key = key_of(self._step, "gradient", name)
-        noise = self._reference.facts.noise.get(key)
-        if noise is None:
-            return True
-        expected = take_part(self._trainer, name, self._reference.tensor(key))
-        found = self.gradients[name] if gradient is None else gradient
-        return measure_distance(expected, found) > noise.tolerance
-
-    def _fit(self, names: list[str]) -> tuple[list[float] | None, list[float] | None]:
-        count = 1 + max(self.facts.losses, default=-1)
-        parts = self._folder / f"gradients-{self._step}.safetensors"
-        gradients = {name: self.gradients[name] for name in names}
-        return fit_microbatches(self._trainer, parts, gradients, count, self.facts.gradient_scale)
-
 
 @ranks_may_differ()
 def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]) -> list[Observed]:
@@ -574,6 +430,6 @@ def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]
             trainer = opened.build_trainer(layout, reduction=subject.reduction, clip_norm=facts.clip_norm)
             judge = _Judge(Path(folder), step, trainer)
             watch = Watch(trainer, judge, subject.dtype)
-            _run_watched(trainer, opened, watch, step, judge)
+            _run_watched(trainer, opened, watch, step)
             found.append(judge.finish(watch))
     return found

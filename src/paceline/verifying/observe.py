@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.placement import local
@@ -91,31 +90,6 @@ def is_elsewhere(trainer: Trainer, module: str) -> bool:
 def _find_placement(trainer: Trainer) -> Any:
     """Return the placement of the model's parts, or `None` if every rank has the whole model."""
     return getattr(trainer._updates["model"], "placement", None)
-
-
-def is_whole(trainer: Trainer, name: str) -> bool:
-    """Return whether all ranks of tp hold the same part of a parameter or buffer as this rank."""
-    placement = _find_placement(trainer)
-    return placement is None or name not in placement.splits
-
-
-def list_partial(trainer: Trainer) -> dict[str, list[str]]:
-    """Return by axis the parameters whose gradients are addends on each rank until they are summed."""
-    placement = _find_placement(trainer)
-    found: dict[str, list[str]] = {}
-    for name, axes in (placement.partial if placement is not None else {}).items():
-        for axis in axes:
-            found.setdefault(axis, []).append(name)
-    return found
-
-
-def add_up(trainer: Trainer, axis: str, tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over the ranks of an axis, on the CPU; collective over it."""
-    mesh = trainer._updates["model"]._mesh
-    assert mesh is not None
-    total = tensor.to(trainer.world.device, copy=True)
-    dist.all_reduce(total, group=mesh.axes[axis].group)
-    return total.cpu()
 
 
 def has_part_of_gradient(tensor: Tensor) -> bool:

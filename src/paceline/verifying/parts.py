@@ -8,7 +8,7 @@ Then the nearest one is the expected one, so a difference is never exaggerated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -57,19 +57,6 @@ def find_part(whole: Tensor, part: Tensor, places: Sequence[Place]) -> Tensor | 
         return None
     candidates = list(_list_parts(whole, part, places))
     return min(candidates, key=lambda one: measure_distance(one, part)) if candidates else None
-
-
-def find_owner(whole: Tensor, part: Tensor, places: Sequence[Place], tolerance: float) -> str:
-    """Return the rank whose part a tensor is, such as `rank 1 of tp`; empty if there is none."""
-    if whole.shape == part.shape:
-        return ""
-    for number, place in enumerate(places):
-        for rank in range(place.size):
-            others = [*places[:number], replace(place, rank=rank), *places[number + 1 :]]
-            found = find_part(whole, part, others)
-            if found is not None and measure_distance(found, part) <= tolerance:
-                return f"rank {rank} of {place.axis}"
-    return ""
 
 
 def _list_divisions(length: int, num_ranks: int) -> list[Division]:
