@@ -16,7 +16,7 @@ from paceline.recipe.layout import LOOPING, SCHEDULES
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "tables" / "verify-pipelines.md"
-# 8 blocks: two stages for each of four ranks. 16 microbatches: dualpipev needs 8 on each of two copies.
+# 8 blocks: two stages for each of four ranks.
 SETTINGS = (
     "model.layers=8",
     "model.hidden=32",

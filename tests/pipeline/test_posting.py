@@ -112,9 +112,8 @@ def list_schedules() -> Iterator[Schedule]:
         for count in (1, 3, 8, 32):
             yield _list_forwards(tuple(range(num_ranks)) * 2, num_ranks, count)
             for name in NAMES:
-                if name != "dualpipev" or count >= 2 * num_ranks:
-                    for chunks in (2, 3) if name in LOOPING else (None,):
-                        yield make_schedule(name, num_ranks, count, chunks)
+                for chunks in (2, 3) if name in LOOPING else (None,):
+                    yield make_schedule(name, num_ranks, count, chunks)
 
 
 @pytest.mark.parametrize("sharing", SHARED)

@@ -39,8 +39,6 @@ def check_schedule(schedule: Schedule) -> None:
 def test_every_order_is_a_step_that_ends(name: str) -> None:
     for ranks in (1, 2, 3, 4, 6):
         for count in (1, 2, 3, 5, 6, 12, 13):
-            if name == "dualpipev" and count < 2 * ranks:
-                continue
             for chunks in (2, 3) if name in LOOPING else (None,):
                 check_schedule(make_schedule(name, ranks, count, chunks))
 
@@ -117,7 +115,6 @@ def test_costs_differ_by_stage_and_messages_take_time() -> None:
         ("interleaved", 4, 1, "PL475", "chunks=1"),
         ("1f1b", 4, 2, "PL475", "chunks=2"),
         ("zbv", 4, 3, "PL475", "chunks=3"),
-        ("dualpipev", 7, None, "PL475", "7 microbatches on 4 ranks"),
     ],
 )
 def test_numbers_that_an_order_does_not_take(

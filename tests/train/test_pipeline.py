@@ -19,7 +19,7 @@ from tests.parallel.stages.models import MODELS, Outside, call, make_batch, meas
 from tests.train.test_layout_checkpoints import build_gpt, next_token_loss, run
 
 TWO = ("pp=2", "pp=2 schedule=gpipe", "pp=2 schedule=interleaved chunks=2", "pp=2 schedule=bfs chunks=2")
-DIVIDED = ("pp=2 schedule=zero_bubble", "pp=2 schedule=zbv", "pp=2 schedule=dualpipev")
+DIVIDED = ("pp=2 schedule=zero_bubble", "pp=2 schedule=zbv")
 FOUR = (
     "pp=4 schedule=zero_bubble",
     "pp=2 dp_replicate=2",

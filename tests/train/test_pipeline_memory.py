@@ -107,7 +107,7 @@ def simulate_kept(name: str, count: int, by_stage: dict[int, int]) -> tuple[floa
 
 # The divided ones release what only the first half needs, so the simulation is an upper bound of theirs.
 WHOLE = {"1f1b": "", "gpipe": "", "interleaved": " chunks=2", "bfs": " chunks=2"}
-DIVIDED = ("zero_bubble", "zbv", "dualpipev")
+DIVIDED = ("zero_bubble", "zbv")
 
 
 def count_on_two(

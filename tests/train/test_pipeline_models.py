@@ -23,7 +23,6 @@ TWO = (
     "pp=2 schedule=bfs chunks=2",
     "pp=2 schedule=zero_bubble",
     "pp=2 schedule=zbv",
-    "pp=2 schedule=dualpipev",
 )
 FOUR = ("pp=4", "pp=4 schedule=zero_bubble")
 # Enough blocks for four stages.

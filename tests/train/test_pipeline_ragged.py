@@ -78,7 +78,6 @@ def uneven(world: Any, layouts: list[str]) -> list[Any]:
         "zero_bubble",
         pytest.param("1f1b", marks=pytest.mark.slow),
         pytest.param("zbv", marks=pytest.mark.slow),
-        pytest.param("dualpipev", marks=pytest.mark.slow),
     ],
 )
 def test_lengths_and_counts_may_differ_on_four_stages(ranks: Pool, schedule: str) -> None:

@@ -11,15 +11,13 @@
   Parallelism", ZB-H1).
 - `zbv`: the same with two stages per rank, placed as a V: the last stage is on the first rank (Qi et al.
   2024, "Pipeline Parallelism with Controllable Memory").
-- `dualpipev`: the V with forwards and backwards in pairs (DeepSeek 2025, "DualPipe", `dualpipev.py`).
 
-The last three divide backwards. If a paper defines the order for some numbers only, it is found by simulating
+The last two divide backwards. If a paper defines the order for some numbers only, it is found by simulating
 the step in units of time: every rank takes the most urgent action that it can run.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from paceline.errors import PacelineError
@@ -51,20 +49,11 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
             fix="Use one of these.",
         )
     chunks = check_chunks(name, chunks)
-    if name == "dualpipev" and num_microbatches < 2 * num_ranks:
-        raise PacelineError(
-            "PL475",
-            saw=f"schedule=dualpipev with {num_microbatches} microbatches on {num_ranks} ranks.",
-            rule="It pairs forwards with backwards of other microbatches, so it needs two per rank.",
-            fix=f"Use at least {2 * num_ranks} microbatches, or schedule=zbv.",
-        )
     homes = find_homes(name, num_ranks, chunks)
     if name in ("gpipe", "bfs"):
         actions = [_all_then_all(homes, rank, num_microbatches) for rank in range(num_ranks)]
     elif name in ("1f1b", "interleaved"):
         return _one_by_one(name, homes, num_microbatches)
-    elif name == "dualpipev":
-        actions = [_pair_up(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     else:
         actions = _fill_waits(homes, num_microbatches, num_ranks * chunks)
     return Schedule(name, num_microbatches, homes, tuple(map(tuple, actions)))
@@ -218,58 +207,3 @@ def _fill_waits(homes: Sequence[int], num_microbatches: int, most_kept: int) -> 
             actions[rank].append(action)
             done += 1
     return actions
-
-
-def _pair_up(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Return DualPipeV's order, step by step as in `dualpipev.py`; pairs are a forward, then a backward."""
-    stages = rank, 2 * num_ranks - 1 - rank
-    counts = {(kind, chunk): 0 for kind in (F, B) for chunk in (0, 1)}
-    found: list[Action] = []
-    weights: deque[Action] = deque()
-
-    def forward(chunk: int) -> None:
-        found.append(Action(F, stages[chunk], counts[F, chunk]))
-        counts[F, chunk] += 1
-
-    def backward(chunk: int, *, divided: bool = False) -> None:
-        stage, microbatch = stages[chunk], counts[B, chunk]
-        counts[B, chunk] += 1
-        found.append(Action(I if divided else B, stage, microbatch))
-        if divided:
-            weights.append(Action(W, stage, microbatch))
-
-    def weight() -> None:
-        found.append(weights.popleft())
-
-    behind = num_ranks - rank - 1
-    for _ in range(2 * behind):
-        forward(0)
-    for _ in range(rank + 1):
-        forward(0)
-        forward(1)
-    for _ in range(behind):
-        backward(1, divided=True)
-        weight()
-        forward(1)
-    for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-        forward(0)
-        backward(1)
-        forward(1)
-        backward(0)
-    for _ in range(behind):
-        backward(1)
-        forward(1)
-        backward(0)
-    half = (rank + 1) // 2
-    divided = False
-    for number in range(rank + 1):
-        divided |= number == half and rank % 2 == 1
-        backward(1, divided=divided)
-        divided |= number == half and rank % 2 == 0
-        backward(0, divided=divided)
-    for _ in range(behind):
-        weight()
-        backward(0, divided=True)
-    for _ in range(rank + 1):
-        weight()
-    return found

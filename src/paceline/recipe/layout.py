@@ -16,10 +16,10 @@ Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu"]
 Attending = Literal["heads", "gather", "auto"]
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
-# Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv")
+# Schedules that go around the ranks several times; and the one with two stages per rank, placed as a V.
 LOOPING = ("interleaved", "bfs")
-AS_V = ("zbv", "dualpipev")
+AS_V = ("zbv",)
 # Schedules that compute the gradients of weights apart.
 DIVIDED = ("zero_bubble", *AS_V)
 MOST_CHUNKS = 16

@@ -62,8 +62,8 @@ class LayoutSection(_DegreesSection):
     divides them, else gather)."""
     schedule: str = Layout.schedule
     """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
-    rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and
-    `"dualpipev"` compute the gradients of weights apart. `paceline plan schedule` draws them all."""
+    rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"` and
+    `"zbv"` compute the gradients of weights apart. `paceline plan schedule` draws them all."""
     chunks: Annotated[PositiveInt, Field(le=MOST_CHUNKS)] = Layout.chunks
     """Stages of the model that each rank of `pp` holds; 2 or more for schedules that go around the ranks."""
 

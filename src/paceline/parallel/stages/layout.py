@@ -139,12 +139,9 @@ class Stages:
     def make_schedule(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a step in which this pipeline runs so many microbatches."""
         if num_microbatches not in self._schedules:
-            name, num_ranks = self._layout.schedule, self._layout.pp
-            if name == "dualpipev" and num_microbatches < 2 * num_ranks:
-                log.info("pp: steps of %d microbatches run in the order of zbv", num_microbatches)
-                name = "zbv"  # with the stages in the same places
+            num_ranks = self._layout.pp
             self._schedules[num_microbatches] = make_schedule(
-                name, num_ranks, num_microbatches, len(self.homes) // num_ranks
+                self._layout.schedule, num_ranks, num_microbatches, len(self.homes) // num_ranks
             )
         return self._schedules[num_microbatches]
 

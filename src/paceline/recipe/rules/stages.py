@@ -38,7 +38,7 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
             "layout.chunks",
             f"layout.schedule={layout.schedule} with layout.chunks={layout.chunks}.",
             "interleaved and bfs go around the ranks several times, so each rank holds at least 2 stages; "
-            "under zbv and dualpipev it holds 2, and under the others 1.",
+            "under zbv it holds 2, and under the others 1.",
             "Set chunks=2." if loops else "Leave chunks out, or set schedule=interleaved.",
         )
     if model.num_cuts is not None and num_stages > max(model.num_cuts, 1):
