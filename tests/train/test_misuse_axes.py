@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -227,42 +226,6 @@ class Unequal(Everything):
         self.experts[2] = nn.Linear(16, 16)
 
 
-class AsksForRank(Everything):
-    """Its router takes the next expert on each further rank."""
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().route(x)
-        return weights, (chosen + dist.get_rank()) % NUM_EXPERTS
-
-
-class KnowsRank(Everything):
-    """The same, by a number that it was built with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = dist.get_rank()
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().route(x)
-        return weights, (chosen + self.offset) % NUM_EXPERTS
-
-
-OFFSET = 0
-
-
-class ReadsGlobal(Everything):
-    """The same, by a number of its file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        global OFFSET
-        OFFSET = dist.get_rank()
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().route(x)
-        return weights, (chosen + OFFSET) % NUM_EXPERTS
-
-
 def of(kind: type[nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(kind())
 
@@ -429,23 +392,6 @@ CASES: dict[str, Case] = {
         "PL667",
         "which matches no module",
         "Name one of 0.experts",
-        num_ranks=2,
-    ),
-    "a router that asks for the rank": Case(
-        train(of(AsksForRank)),
-        "PL666",
-        "AsksForRank.route asks for the rank by get_rank (",
-        "weights alone",
-        num_ranks=2,
-    ),
-    "a router with a number per rank": Case(
-        train(of(KnowsRank)), "PL666", "0.offset is 0 on rank 0, 1 on rank 1", "weights alone", num_ranks=2
-    ),
-    "a router that reads a number per rank": Case(
-        train(of(ReadsGlobal)),
-        "PL666",
-        "OFFSET, which 0 reads, is 0 on rank 0, 1 on rank 1",
-        "weights alone",
         num_ranks=2,
     ),
     "capacity below one token": Case(

@@ -29,7 +29,6 @@ from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.experts.choose import choose_experts, keep_listed
 from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
-from paceline.parallel.experts.routers import check_routers
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -303,8 +302,6 @@ def _open_experts(model: nn.Module, settings: Settings, chosen: Mapping[str, boo
     if settings.exact or layout.ep > 1:
         # In a world of one too: these are the products that ranks of ep compute for each other.
         open_experts(model, listed)
-    if layout.ep > 1:
-        check_routers(model, list_mixtures(model, chosen))  # before tp changes numbers of modules
     if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
         open_loops(model, listed)
 
