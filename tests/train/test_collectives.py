@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,14 +109,14 @@ def test_finding_unused_parameters_costs_a_map_of_them(ranks: Pool) -> None:
             assert agreement == agreement_of(2, 4 * PER_MICROBATCH + num_tensors)
 
 
-def counting_hook(seen: list[int], bucket: Any) -> Any:
+def counting_hook(seen: list[int], _state: None, bucket: Any) -> Any:
     seen.append(bucket.buffer().numel())
     return allreduce_hook(None, bucket)
 
 
 def count_buckets(world: Any) -> tuple[list[int], int]:
     seen: list[int] = []
-    trainer = build_trainer(comm_hook=(seen, counting_hook))
+    trainer = build_trainer(comm_hook=(None, partial(counting_hook, seen)))
     for share in trainer.loader(data(36), global_batch_size=12):
         trainer.step(share)
     return seen, trainer.step_number

@@ -42,7 +42,6 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
-from paceline.parallel.hook_state import HookState
 from paceline.parallel.sums.buckets import BucketSums, complete_future
 from paceline.torch_seams.modules import hide_from_ddp
 
@@ -128,7 +127,6 @@ class Replica:
     Attributes:
         group: the ranks that hold copies.
         num_ranks: number of these ranks.
-        hook_state: the state that the communication hook keeps between steps, if any.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
         trained: the parameters whose gradients are summed here.
         left_out: the parameters that the last reducing backward has left out and that no earlier one of the
@@ -156,8 +154,6 @@ class Replica:
         self._averaging_hook: tuple[Any, CommHook] | None = None
         # The factor between a result of the hook and the mean, once a bucket has shown it.
         self._hook_factor: float | None = None
-        state = HookState(None if comm_hook is None else comm_hook[0])
-        self.hook_state = None if state.is_empty else state
         self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False

@@ -137,7 +137,7 @@ class Arguments:
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
             self.reduction,
-            has_comm_hook=self.comm_hook is not None,
+            comm_hook=self.comm_hook,
             sync_batchnorm=self.sync_batchnorm,
         )
         if isinstance(self.model, Mapping):

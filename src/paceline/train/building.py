@@ -306,9 +306,17 @@ def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> 
             )
 
 
-def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool) -> None:
-    """Raise PL426 or PL427 if another argument would make the exact reduction inexact."""
-    if reduction == "exact" and has_comm_hook:
+def check_reduction(reduction: str, *, comm_hook: tuple[Any, Any] | None, sync_batchnorm: bool) -> None:
+    """Raise PL516 for a hook with state, and PL426 or PL427 for what makes the exact reduction inexact."""
+    if comm_hook is not None and not isinstance(comm_hook[0], dist.ProcessGroup | None):
+        raise PacelineError(
+            "PL516",
+            saw=f"comm_hook with a state, a {type(comm_hook[0]).__name__}.",
+            rule="What a hook keeps between steps would be lost when a run resumes, and would keep the "
+            "infinity of a skipped step. So a hook's state is None or a process group.",
+            fix="Use [compress], or a hook without memory; bind constants by functools.partial.",
+        )
+    if reduction == "exact" and comm_hook is not None:
         raise PacelineError(
             "PL426",
             saw='comm_hook with reduction="exact".',

@@ -83,7 +83,8 @@ class Trainer(Training[Share]):
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
         ddp, compress, islands: as the recipe's sections of these names, for example `islands={"count": 2}`.
-        comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
+        comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook` that averages; the state
+            is `None` or a process group.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
         ema: decay of an average of the weights, updated after every step that is not skipped, and saved. See

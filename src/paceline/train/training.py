@@ -149,7 +149,7 @@ class Training(TrainedModels, Generic[Handed]):
             self._islands = Islands(placed, update, joined, is_main=world.is_main, device=world.device)
         models = {name: each.model for name, each in built.items()}
         super().__init__(world, models, updates, self.layout, given.ema)
-        self._start_run(laying_out.ddp.bucket_cap_mb)
+        self._start_run()
         world.on_close(self.close)
 
     def _check_layout(self) -> None:
@@ -159,7 +159,7 @@ class Training(TrainedModels, Generic[Handed]):
     def _lay_out(self, trial: Callable[[nn.Module], Any] | None) -> Settings:
         return self._given.lay_out(self.layout if self._placed is None else self._placed.layout, trial)
 
-    def _start_run(self, bucket_cap_mb: float) -> None:
+    def _start_run(self) -> None:
         """Set up everything that accompanies steps: state, metrics, data, signals."""
         given = self._given
         saving = Saving(self.world, *given.saving, lambda: bool(self._requests.signum))
@@ -175,7 +175,6 @@ class Training(TrainedModels, Generic[Handed]):
             layout=self.layout,
             reduction=given.reduction,
             recipe_toml=given.recipe_toml,
-            bucket_cap_mb=bucket_cap_mb,
             settings=given.describe_for_resume(self.layout, self._updates),
             islands=self._islands,
         )

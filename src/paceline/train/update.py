@@ -28,7 +28,6 @@ from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
-from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
@@ -169,18 +168,12 @@ class Update:
         self.whole_steps = whole_steps
         # Frozen since the build.
         self._frozen: list[Tensor] = []
-        self._hook_memory: Any = None  # before the step
         self._copies = Copies(name, model, optimizer, placement, mesh)
 
     @property
     def lr(self) -> float:
         """Learning rate of the first parameter group, for the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
-    def hook_state(self) -> HookState | None:
-        """The state that the communication hook keeps on this rank between steps, or `None`."""
-        return self.runner.hook_state
 
     @property
     def compression(self) -> Compression | None:
@@ -254,7 +247,6 @@ class Update:
         # The signature is that of the previous step: this step's is complete only after its last backward.
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
         message = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
-        self._hook_memory = None if self.hook_state is None else self.hook_state.read()
         if self.compression is not None:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
             self.compression.begin(step, self._unit / loss_scale)
@@ -422,8 +414,6 @@ class Update:
             self._step_schedule(was_skipped=skipped is not None)
         if self.compression is not None:
             self.compression.settle(keep=skipped is None)
-        if skipped and self.hook_state is not None and self._hook_memory is not None:
-            self.hook_state.write(self._hook_memory, self._precision.device)  # else it would keep inf
         choices = self._statistics.choices
         fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
         return Updated(

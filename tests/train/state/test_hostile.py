@@ -27,7 +27,7 @@ from tests.dist.pool import Pool
 from tests.train.test_resume import noted_warnings
 
 # Of what only the run can know: its settings, its model, its optimizer, its data, its communication hook.
-OF_THE_RUN = {"PL515", "PL531", "PL511", "PL259", "PL516", "PL526"}
+OF_THE_RUN = {"PL515", "PL531", "PL511", "PL259", "PL526"}
 NEWEST = "checkpoints/step-00000002"
 
 

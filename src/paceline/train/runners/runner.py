@@ -39,7 +39,6 @@ from paceline.parallel.batchnorm import ForwardBuffer, RunningStatistics
 from paceline.parallel.compress import Compression
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.flops import FlopCounter
-from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
 from paceline.parallel.reads import ParameterReads
@@ -152,11 +151,6 @@ class Runner(ABC):
     def silent(self) -> bool:
         """Whether communication is switched off at the moment, see `silenced`."""
         return False
-
-    @property
-    def hook_state(self) -> HookState | None:
-        """The state that the communication hook keeps on this rank between steps, or `None`."""
-        return None
 
     @property
     def compression(self) -> Compression | None:

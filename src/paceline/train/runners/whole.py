@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from paceline.mesh import Mesh
 from paceline.parallel.compress import Compression
-from paceline.parallel.hook_state import HookState
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.sums.gradients import settle_conjugates
@@ -56,10 +55,6 @@ class WholeRunner(Runner):
     @property
     def silent(self) -> bool:
         return self._replica is not None and self._replica.silent
-
-    @property
-    def hook_state(self) -> HookState | None:
-        return None if self._replica is None else self._replica.hook_state
 
     @property
     def compression(self) -> Compression | None:

@@ -30,7 +30,6 @@ from paceline.train.islands import Islands
 from paceline.train.same_settings import all_ranks
 from paceline.train.settings import Settings, name_settings
 from paceline.train.state.grace import Grace
-from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.kept_settings import KeptSettings
 from paceline.train.state.parts import KnownPlans, Names, Parts, model_tensors
 from paceline.train.state.residuals import (
@@ -65,7 +64,6 @@ class Saver:
         reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
         settings: those that the run's result depends on, see `settings.py`.
-        bucket_cap_mb: of DistributedDataParallel.
         islands: of the run, if any.
 
     Attributes:
@@ -86,7 +84,6 @@ class Saver:
         reduction: str,
         recipe_toml: str | None,
         settings: Settings,
-        bucket_cap_mb: float,
         islands: Islands | None = None,
     ) -> None:
         self._islands = islands
@@ -97,7 +94,6 @@ class Saver:
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
-        self._bucket_cap_mb = bucket_cap_mb
         self._known = KnownPlans()
         self.tracked = Tracked()
         self._settings = KeptSettings(settings, loaders, self.tracked, is_recipe=recipe_toml is not None)
@@ -143,7 +139,6 @@ class Saver:
 
     def _save(self, start: RunStart, counters: dict[str, Any]) -> SaveHandle:
         folder = start.begin_save(counters["best"] and counters["best"][0])
-        hooks = gather_hooks(self._updates, self._bucket_cap_mb)
         gathered: dict[str, Any] = {"residuals": gather_residuals(self._updates)}
         if self._islands is not None:
             gathered["islands"] = self._islands.state_dict()
@@ -151,7 +146,7 @@ class Saver:
         def describe() -> dict[str, Any]:
             start.check_folder()
             state = self._describe_state(counters)
-            return state | {"hooks": hooks, "tracked": self.tracked.loaded} | gathered
+            return state | {"tracked": self.tracked.loaded} | gathered
 
         state = self._list_state(describe)
         with nullcontext() if self._islands is None else self._islands.whole():
@@ -192,7 +187,6 @@ class Saver:
         )
         self._grace.read(folder)
         self._settings.accept, self._settings.folder = tuple(accept), folder
-        hooks: Saved = {}
         parts = self._parts()
         needed = NeededResiduals(self._updates, self._world.rank, self._world.world_size)
 
@@ -212,16 +206,11 @@ class Saver:
             residuals = choose_residuals(loaded.state.pop("residuals", {}), self._updates)
             state = read_all(loaded.state)
             changed = self._settings.compare(state.get("settings"))
-            hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
-            if "comm_hook" in accept:
-                hooks.clear()
-            check_hooks(hooks, self._world.world_size, self._bucket_cap_mb)
             return {
                 "model": loaded.model,
                 "optimizer": loaded.optimizer,
                 "state": state,
                 "changed": changed,
-                "hooks": list(hooks),
                 "residuals": residuals,
             }
 
@@ -247,7 +236,6 @@ class Saver:
             )
         if self._islands is not None:
             self._islands.load(state.get("islands", {}))
-        restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
         needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
@@ -273,7 +261,7 @@ class Saver:
         self._settings.check_complete(is_main=self._world.is_main)
 
     def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
-        """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
+        """Return rank 0's state of the run, without the tensors and tracked objects."""
         # A loader that has not moved, such as one for evaluation, has no position to save.
         moved = {name: loader for name, loader in self._loaders.items() if loader.has_moved}
         return {
