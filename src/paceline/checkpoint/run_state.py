@@ -18,7 +18,7 @@ from paceline.generators import preserved_generators, write_generators
 
 _NUMBER = (int, float)
 # Keys of the parts of a state, with the types of their values.
-_STATE = {"counters": dict, "updates": dict, "loaders": dict, "rng": dict, "hooks": dict, "tracked": dict}
+_STATE = {"counters": dict, "updates": dict, "loaders": dict, "rng": dict, "tracked": dict}
 _COUNTERS = {"step": int, "samples": int, "skipped_in_a_row": int, "loss": _NUMBER}
 _UPDATE = {
     "schedule": (dict, type(None)),

@@ -64,7 +64,7 @@ def _explain_sum(case: Case) -> Explained | None:
         fix = "Look for a mean over that axis in addition to the division by the weight of the global batch."
     else:
         saw += f"is {factor:.6g} times the reference's {which}."
-        fix = "Look for code that scales all gradients: clipping before the sum, a loss scale, a backward that runs twice."
+        fix = "Look for what scales all gradients: clipping before the sum, a loss scale, a second backward."
     return Explained("PL703", _PLACE, saw, _SUM_RULE, fix)
 
 

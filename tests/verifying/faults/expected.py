@@ -300,7 +300,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "pp=2 schedule=zero_bubble", "PL703", "the sum of gradients", ["left out"]
     ),
     "late_gradients_twice": Expected(
-        "gpt", "pp=2 schedule=zero_bubble", "PL703", "the sum of gradients", ["2 times", "runs twice"]
+        "gpt", "pp=2 schedule=zero_bubble", "PL703", "the sum of gradients", ["2 times", "second backward"]
     ),
     "loss_divided_by_microbatches": Expected(
         "gpt", "pp=2", "PL703", "the sum of gradients", ["0.25 times the reference's", "on all 2 ranks"]
