@@ -170,7 +170,8 @@ def describe_code(function: Any) -> str:
     if function is None:
         return "None"
     if isinstance(function, functools.partial):
-        return f"partial {describe_code(function.func)}"
+        values = {key: value for key, value in function.keywords.items() if _plain(value) is not None}
+        return f"partial {describe_code(function.func)}" + (f" with {values}" if values else "")
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:

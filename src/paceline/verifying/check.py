@@ -25,11 +25,12 @@ from paceline.signatures import check_arguments, explain_arguments
 from paceline.train.trainer import Trainer
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
-from paceline.verifying.compare import FACTORS, Noise, divide
+from paceline.verifying.compare import FACTORS
 from paceline.verifying.compression import settle_slots
 from paceline.verifying.layouts import Compared, compare_layouts
 from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_reference
-from paceline.verifying.reference import Facts, make_reference, measure_narrow
+from paceline.verifying.precision import KINDS_OF_TYPES
+from paceline.verifying.reference import Facts, make_reference
 from paceline.verifying.subject import RecipeSubject, Subject, UserSubject
 
 # Runs a function on the given number of fresh ranks of this machine and returns their results by rank.
@@ -330,7 +331,7 @@ class _Session:
         self._subject, self._folder, self._facts, self._run = subject, folder, facts, run
         self._on_result = on_result
         self._watched: set[int] = set()
-        self._narrow_noise: dict[str, Noise] | None = None
+        self._narrower: _Session | None = None
         self.remarks: list[Finding] = []
 
     def verify(self, layouts: list[Layout]) -> list[LayoutResult]:
@@ -366,10 +367,10 @@ class _Session:
                 case = self._watch(case, size)
             except (RankFailed, PacelineError, JobStuck) as error:
                 return _summarise(layout, ranks, _describe_unexplained(case, error))
-            if self._is_narrow_rounding(case, ranks):
-                noise = self._narrow_noise or {}
+            result = self._verify_narrower(layout, size) if starts_in(case, self._facts.narrow) else None
+            if result is not None and result.status == "ok":
                 self._remark_narrow(layout)
-                return _summarise(layout, [_measure_again(compared, noise) for compared in ranks], None)
+                return replace(result, same_bits=False)
         return _summarise(layout, ranks, diagnose(case))
 
     def _watch(self, case: Case, size: int) -> Case:
@@ -381,18 +382,21 @@ class _Session:
         facts = WatchedFacts.read(Path(self._folder), step)
         return replace(case, watched=facts, observed=[rank[0] for rank in observed])
 
-    def _is_narrow_rounding(self, case: Case, ranks: list[Compared]) -> bool:
-        """Return whether a layout differs only by rounding in its first differing part's narrower type.
+    def _verify_narrower(self, layout: Layout, size: int) -> LayoutResult | None:
+        """Verify a layout again in the narrowest type that parts of the model compute in, if it trains in it.
 
-        Everything after that part follows from it, so it must be within what such rounding does to it.
+        Its first difference is in such a part, and everything after it follows from that.
         """
-        if not starts_in(case, self._facts.narrow):
-            return False
-        if self._narrow_noise is None:
-            self._narrow_noise = self._run(measure_narrow, 1, (self._subject, self._folder))[0]
-        noise = self._narrow_noise
-        sizes = [pair for compared in ranks for pair in compared.sizes.items()]
-        return all(key in noise and size <= noise[key].tolerance for key, size in sizes)
+        if self._narrower is None:
+            kind = max(self._facts.narrow.values(), key=KINDS_OF_TYPES.index)
+            subject, folder = self._subject.with_dtype(kind), Path(self._folder) / "narrower"
+            folder.mkdir(exist_ok=True)
+            try:
+                facts = self._run(make_reference, 1, (subject, str(folder)))[0]
+            except (RankFailed, PacelineError):
+                return None
+            self._narrower = _Session(subject, str(folder), facts, self._run, None)
+        return self._narrower._verify_group([layout], size)[0]
 
     def _remark_narrow(self, layout: Layout) -> None:
         narrow = self._facts.narrow
@@ -403,22 +407,13 @@ class _Session:
                 "PL725",
                 str(layout),
                 f"It differs by rounding in {kinds}: the first difference is in a part that computes in "
-                f"that type, although training is in {self._subject.dtype}. Such parts are "
-                f"{name_some(names, 4)}.",
+                f"that type, although training is in {self._subject.dtype}, and all agrees if that is too. "
+                f"Such parts are {name_some(names, 4)}.",
                 "A model is compared at the precision that it computes in.",
                 "Nothing needs to be done. To compare more strictly, make the model compute in the type of "
                 "its weights.",
             )
         )
-
-
-def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
-    """Return the same comparison in units of another noise."""
-    ratios = [(divide(size, noise[key].tolerance), key) for key, size in compared.sizes.items()]
-    levels = [divide(size, noise[key].level) for key, size in compared.sizes.items()]
-    return replace(
-        compared, worst=max(ratios, default=(1.0, "")), worst_noise=max(levels, default=compared.worst_noise)
-    )
 
 
 def _describe_unexplained(case: Case, error: Exception) -> Finding:

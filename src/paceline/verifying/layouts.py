@@ -48,7 +48,6 @@ class Compared:
         worst_noise: the same in units of ordinary rounding.
         same_bits: whether nothing differed by a single bit.
         differences: those beyond tolerance, in the order in which a run produces them.
-        sizes: of all differences beyond tolerance, by key.
         forward_bits: whether the loss of the first step had the bits of one process, which only the same
             forwards give.
         refused: the code and text of the error that every rank met while building.
@@ -60,7 +59,6 @@ class Compared:
     worst_noise: float = 0.0
     same_bits: bool = True
     differences: list[Difference] = field(default_factory=list)
-    sizes: dict[str, float] = field(default_factory=dict)
     forward_bits: bool | None = None
     refused: PacelineError | None = None
     seconds: float = 0.0
@@ -147,8 +145,6 @@ class Comparer:
         found.same_bits &= size == 0
         found.worst_noise = max(found.worst_noise, divide(size, noise.level))
         found.worst = max(found.worst, (divide(size, tolerance), key_of(step, kind, name)))
-        if size > tolerance:
-            found.sizes[key_of(step, kind, name)] = size
         if size > tolerance and len(found.differences) < _MAX_LISTED:
             found.differences.append(
                 Difference(

@@ -1,9 +1,8 @@
-"""Finds the types that a model really computes in, adds noise of their size, and records random draws.
+"""Finds the types that a model really computes in, and records random draws.
 
 A model trained in fp64 may compute parts in fp32: a norm, a scan, the logits. Rounding in fp64 hardly ever
 flips a rounding to fp32, so reruns that move weights by a last bit of fp64 do not show it. A layout that adds
-up such a part in another order does. `Rounding` lists the modules that compute so, and can move each of their
-results by a last bit of its type.
+up such a part in another order does. `Rounding` lists the modules that compute so.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Modules:
 
 
 class Rounding(TorchFunctionMode):
-    """A torch function mode that lists modules computing in a narrower type, and can add noise of its size.
+    """A torch function mode that lists modules computing in a narrower type.
 
     Only results that need a gradient count: a table of angles made of positions is the same on every layout,
     however narrow. A view or an in-place change has no result of its own.
@@ -80,17 +79,15 @@ class Rounding(TorchFunctionMode):
     Args:
         trainer: of one process; its forward and loss are observed from then on.
         eps: smallest step of the training's type.
-        seed: of the noise, `None` for none.
 
     Attributes:
         narrow: by module, the narrowest type that its own code computes in.
     """
 
-    def __init__(self, trainer: Trainer, eps: float, seed: int | None = None) -> None:
+    def __init__(self, trainer: Trainer, eps: float) -> None:
         super().__init__()
         self.narrow: dict[str, str] = {}
         self._eps = eps
-        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
         self._modules = Modules(trainer.model)
         wrap_functions(trainer, self._observe, self._observe_loss)
 
@@ -105,33 +102,21 @@ class Rounding(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Observe one call of torch."""
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            return self._treat(result, args, kwargs)
-        if type(result) in (tuple, list) and any(isinstance(each, Tensor) for each in result):
-            return type(result)(
-                self._treat(each, args, kwargs) if isinstance(each, Tensor) else each for each in result
-            )
+        for each in result if type(result) in (tuple, list) else (result,):
+            if isinstance(each, Tensor):
+                self._note(each, args, kwargs)
         return result
 
-    def _treat(self, result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    def _note(self, result: Tensor, args: Any, kwargs: Any) -> None:
         if not is_narrower(result, self._eps) or not result.requires_grad or result.is_leaf:
-            return result
+            return
         given = {
             leaf.untyped_storage().data_ptr()
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor)
         }
-        if result.untyped_storage().data_ptr() in given:
-            return result
-        keep_narrowest(self.narrow, self._modules.current, result)
-        if self._generator is None:
-            return result
-        signs = torch.randint(0, 2, result.shape, generator=self._generator).mul_(2).sub_(1)
-        step = torch.finfo(result.dtype).eps / 2
-        # In fp64, so that a number keeps its last bit or moves by it, and is not rounded on the way.
-        wide = result.to(torch.complex128 if result.is_complex() else torch.float64)
-        moved = wide * (1 + step * signs.to(result.device))
-        return moved.to(result.dtype)
+        if result.untyped_storage().data_ptr() not in given:
+            keep_narrowest(self.narrow, self._modules.current, result)
 
 
 class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,9 +15,6 @@ For a buffer that depends on the order of the microbatches by more than rounding
 keeps the order, sets the floor. Otherwise a running average that ranks never synchronise would be its own
 tolerance.
 
-If the model computes in a narrower type than the training's (`precision.py`), `measure_narrow` measures the
-noise of that type in further reruns. It is needed only for a layout whose first difference is in such a part.
-
 On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as a memory
     map, and `reference.json`.
 """
@@ -236,7 +233,6 @@ def _rerun(
     spread: _Spread,
     *,
     shuffles: bool = True,
-    narrow_noise: bool = False,
 ) -> dict[str, str]:
     """Train again in a way that must not matter.
 
@@ -250,32 +246,13 @@ def _rerun(
     trainer = opened.build_trainer(ONE, reduction=reduction, clip_norm=clip_norm)
     move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
     seen = None
-    if narrow_noise or (not shuffles and subject.dtype in ("fp64", "fp32")):
-        seen = Rounding(trainer, EPS[subject.dtype], number if narrow_noise else None)
+    if not shuffles and subject.dtype in ("fp64", "fp32"):
+        seen = Rounding(trainer, EPS[subject.dtype])
     shares = opened.give_shares(trainer)
     if shuffles and not is_compressed:
         shares = shuffle_shares(shares, number)
     run_steps(trainer, shares, subject.num_steps, spread)
     return {} if seen is None else seen.narrow
-
-
-def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
-    """Return the noise of every tensor and number, with that of narrower types the model computes in.
-
-    Runs on one rank, after `make_reference`.
-    """
-    reference = Reference(Path(folder))
-    first = _ReferenceRecorder()
-    first.numbers = dict(reference.facts.numbers)
-    first.tensors = {key: reference.tensor(key) for key in reference.keys}
-    floors = {key: noise.floor for key, noise in reference.facts.noise.items()}
-    with start(**subject.start):
-        opened = subject.open()
-        for number in range(1, NUM_RERUNS + 1):
-            spread = _Spread(first, floors)
-            clip_norm = reference.facts.clip_norm
-            _rerun(opened, subject, clip_norm, number, spread, shuffles=False, narrow_noise=True)
-    return _measure_noise(first, floors, subject.dtype)
 
 
 def _find_ordered(

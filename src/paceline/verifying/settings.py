@@ -7,12 +7,11 @@ another learning rate gives other numbers. The numbers alone do not show why; th
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.torch_seams.modules import list_hooks as list_module_hooks
 from paceline.torch_seams.tensors import read_hooks
+from paceline.train.same_settings import describe_code
 from paceline.verifying.observe import as_numbers
 
 # Owners of settings that belong to no module.
@@ -60,13 +60,13 @@ def list_module_settings(module: nn.Module) -> dict[str, str]:
 
     The key `forward` is the code that the module runs. What Paceline or torch put there is left out.
     """
-    found = {"forward": _name_code(inspect.getattr_static(type(module), "forward"))}
+    found = {"forward": describe_code(inspect.getattr_static(type(module), "forward"))}
     for key, value in vars(module).items():
         if key in _INTERNAL and key != "training":
             continue
         if key == "forward" or (callable(value) and not isinstance(value, nn.Module | type)):
             if not _is_ours(value):
-                found[key] = _name_code(value)
+                found[key] = describe_code(value)
         else:
             found |= {name: repr(each)[:_MAX_LENGTH] for name, each in _list_plain(key, value)}
     return found
@@ -112,7 +112,7 @@ def list_functions() -> dict[str, str]:
             if key.startswith("_") or kind not in (FunctionType, functools.partial):
                 continue
             if kind is functools.partial or not _is_ours(value):
-                found[f"{name}.{key}"] = _name_code(value)
+                found[f"{name}.{key}"] = describe_code(value)
     return found
 
 
@@ -184,24 +184,3 @@ def _name(function: Any) -> str:
     inner = _unwrap(function)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{getattr(inner, '__module__', '') or type(inner).__module__}.{name}"
-
-
-def _name_code(function: Callable[..., Any]) -> str:
-    """Return a function's name and a digest of its code, because two functions may share a name."""
-    settings = ""
-    if isinstance(function, functools.partial):
-        values = {key: value for key, value in function.keywords.items() if _is_plain(value)}
-        settings = " with " + ", ".join(f"{key}={value!r}" for key, value in values.items())
-    code = getattr(_unwrap(function), "__code__", None)
-    digest = "" if code is None else f" ({_digest(code)})"
-    return f"{_name(function)}{settings}{digest}"
-
-
-def _digest(code: CodeType) -> str:
-    constants = [_digest(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts if _is_code(c)]
-    text = repr((code.co_code, code.co_names, constants))
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _is_code(constant: Any) -> bool:
-    return isinstance(constant, CodeType) or _is_plain(constant)
