@@ -35,7 +35,7 @@ from paceline.launching.local import launch
 HERE = Path(__file__).parent
 WIDTH, NUM_RANKS, NUM_MICROBATCHES = 256, 2, 8
 INNER = [*[WIDTH] * 5, *[4 * WIDTH] * 3]
-CUTS = {"found": "pp=2", "even": "pp=2 stages=4+4"}
+CUTS = {"found": "pp=2", "even": "pp=2 stages=blocks.4"}
 AIM = 0.85
 
 

@@ -116,5 +116,5 @@ def compute_steps(world: Any, layout: str, num_steps: int) -> float:
 
 
 def test_the_slowest_stage_computes_less_than_that_of_the_even_cut(ranks: Pool) -> None:
-    found, even = (ranks.run(compute_steps, 2, (layout, 4)) for layout in ("pp=2", "pp=2 stages=4+4"))
+    found, even = (ranks.run(compute_steps, 2, (layout, 4)) for layout in ("pp=2", "pp=2 stages=blocks.4"))
     assert max(found) <= 0.85 * max(even), (found, even)

@@ -55,8 +55,8 @@ class Layout(Degrees):
             gather.
         schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
         chunks: stages of the model that each rank of pp holds.
-        stages: where the model is cut, joined by "+": the names of the modules that all stages but the first
-            begin with, or the numbers of blocks of all stages; "" to cut by counted operations.
+        stages: where the model is cut: the names of the modules that all stages but the first begin with,
+            joined by "+"; "" to cut by counted operations.
     """
 
     zero: Zero = 3
@@ -167,11 +167,9 @@ class Layout(Degrees):
         return self.pp * (2 if self.schedule in AS_V else self.chunks)
 
     @property
-    def stages_by_hand(self) -> list[int] | list[str]:
-        """The parts of `stages`: numbers of blocks, or names of modules; none if the cut is found."""
-        parts = self.stages.split("+") if self.stages else []
-        is_number = all(part.isascii() and part.isdigit() for part in parts)
-        return [int(part) for part in parts] if is_number else parts
+    def stages_by_hand(self) -> list[str]:
+        """The parts of `stages`: names of modules; none if the cut is found."""
+        return self.stages.split("+") if self.stages else []
 
     @property
     def divides_model(self) -> bool:

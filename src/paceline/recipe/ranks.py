@@ -68,9 +68,8 @@ class LayoutSection(_DegreesSection):
     """Stages of the model that each rank of `pp` holds; 2 or more for schedules that go around the ranks."""
 
     stages: str = Layout.stages
-    """Cuts of the model, joined by `+`: the names of the modules that all stages but the first begin
-    with (`"blocks.2+blocks.5"`), or the numbers of blocks of all stages (`"2+3+3"`). `""`: the cut is found
-    from the operations of a trial forward."""
+    """Cuts of the model: the names of the modules that all stages but the first begin with, joined by `+`
+    (`"blocks.2+blocks.5"`). `""`: the cut is found from the operations of a trial forward."""
 
     @model_validator(mode="before")
     @classmethod

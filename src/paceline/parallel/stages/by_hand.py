@@ -1,4 +1,4 @@
-"""Cuts a model where the user chooses: by the names of modules, or by the numbers of blocks per stage."""
+"""Cuts a model where the user chooses, by the names of modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_named(model: nn.Module, blocks: Sequence[str], layout: Layout) -> list[s
     found = list(blocks)
     names = [name for name, _ in model.named_modules() if name]
     for word in layout.stages_by_hand:
-        if isinstance(word, int) or word in found:
+        if word in found:
             continue
         if word not in names:
             near = difflib.get_close_matches(word, [*blocks, *names], 3, 0.4) or list(blocks[:3])
@@ -60,15 +60,13 @@ def find_named(entered: Sequence[str], layout: Layout) -> tuple[int, ...] | None
 
     Raises:
         PacelineError: PL498 for a module that the forward does not call, PL499 for stages that begin twice or
-            go backwards, PL497 for numbers that do not add up to the blocks.
+            go backwards.
     """
     words = layout.stages_by_hand
     if not words:
         return None
-    if isinstance(words[0], int):
-        return _find_by_numbers([int(word) for word in words], len(entered), layout)
     starts = [0]
-    for word in map(str, words):
+    for word in words:
         if word not in entered:
             raise _name_error(layout, f"the forward does not call {word}", list(entered[1:]))
         start = 1 + entered.index(word)
@@ -79,29 +77,10 @@ def find_named(entered: Sequence[str], layout: Layout) -> tuple[int, ...] | None
                 rule="Stages follow each other in the order in which the forward calls their modules, and "
                 "none of them is empty.",
                 fix="Name each module once, in the order of calls: "
-                f"{'+'.join(sorted({str(w) for w in words}, key=entered.index))}.",
+                f"{'+'.join(sorted(set(words), key=entered.index))}.",
             )
         starts.append(start)
     return (*starts, len(entered) + 1)
-
-
-def _find_by_numbers(numbers: Sequence[int], num_blocks: int, layout: Layout) -> tuple[int, ...]:
-    if sum(numbers) != num_blocks or min(numbers) < 1:
-        even = [
-            num_blocks * (n + 1) // len(numbers) - num_blocks * n // len(numbers) for n in range(len(numbers))
-        ]
-        raise PacelineError(
-            "PL497",
-            saw=f'layout.stages="{layout.stages}" has {sum(numbers)} blocks, the smallest stage '
-            f"{min(numbers)}, and the forward calls {num_blocks}.",
-            rule="Every block is on one stage, and every stage has at least one.",
-            fix=f"Write for example {'+'.join(map(str, even))}.",
-        )
-    starts = [0]
-    for number in numbers[:-1]:
-        # The first stage also has what comes before the first block.
-        starts.append((starts[-1] or 1) + number)
-    return (*starts, num_blocks + 1)
 
 
 def _name_error(layout: Layout, reason: str, near: Sequence[str]) -> PacelineError:
