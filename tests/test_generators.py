@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder
-from paceline.checkpoint.content import full
+from paceline.checkpoint.content import prepare_whole
 from paceline.generators import (
     preserved_generators,
     read_generators,
@@ -118,7 +118,7 @@ def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
     draw()
     np.random.normal()  # so that halves of pairs wait in numpy and random
     folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(1, full.prepare({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={})
+    folder.save(1, prepare_whole({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={})
     expected = [draw() for _ in range(3)]
     loaded = load_newest(folder)
     assert loaded is not None

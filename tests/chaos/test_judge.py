@@ -147,7 +147,7 @@ def test_corrupt_commits_and_leftovers_are_wrong() -> None:
 def test_damage_is_seen(how: str, tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     for where in (0.0, 0.5, 0.999):
-        for name in ("manifest.json", "model.safetensors", "state.json"):
+        for name in ("manifest.json", "part-00000.safetensors", "state.json"):
             save(folder, 1)
             path = save(folder, 2)
             assert chaos.check_checkpoints(tmp_path, set()) == ({1, 2}, [])

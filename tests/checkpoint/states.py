@@ -11,24 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from paceline.checkpoint import CheckpointFolder, Loaded
-from paceline.checkpoint.content import full
+from paceline.checkpoint.content import prepare_whole
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.load import OnSkip, find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
-from paceline.checkpoint.tensors import plan_tensors, read_infos, read_tensor
+from paceline.checkpoint.tensors import plan_tensors, read_infos
 
 RECIPE = "[train]\nsteps = 100  # schön\n"
 IDENTITY = {"torch": "2.13.0", "threads_per_rank": 1}
 FILES = (
     "manifest.json",
-    "model.safetensors",
     "optimizer.json",
-    "optimizer.safetensors",
+    "part-00000.safetensors",
     "recipe.toml",
     "state.json",
-    "state.safetensors",
 )
 
 
@@ -65,7 +64,7 @@ def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Load
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a safetensors file; aliases come back as the tensor they stand for."""
     infos = read_infos(path)
-    stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
+    stored = load_file(path)
     return {name: stored[info.alias_of or name] for name, info in infos.items()}
 
 
@@ -78,7 +77,7 @@ def write_tensors(
 
 def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:
     """Save what the functions above make."""
-    content = full.prepare(make_model(step, size), make_optimizer(step), make_state(step), RECIPE)
+    content = prepare_whole(make_model(step, size), make_optimizer(step), make_state(step), RECIPE)
     return folder.save(step, content, identity=IDENTITY)
 
 

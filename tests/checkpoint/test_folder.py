@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder, files, is_usable, load_checkpoint, verify
-from paceline.checkpoint.content import full
+from paceline.checkpoint.content import prepare_whole
 from paceline.checkpoint.manifest import FORMAT_VERSION, dump_manifest, read_manifest
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -85,7 +85,7 @@ def test_an_empty_run_loads_nothing(folder: CheckpointFolder) -> None:
 
 
 def test_without_recipe(folder: CheckpointFolder) -> None:
-    path = folder.save(1, full.prepare({}, None, {}, None), identity={})
+    path = folder.save(1, prepare_whole({}, None, {}, None), identity={})
     loaded = load_checkpoint(path)
     assert (loaded.recipe_toml, loaded.model, loaded.optimizer, loaded.state) == (None, {}, None, {})
 
@@ -105,7 +105,7 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
         "channels last": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
         "negated": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
-    path = folder.save(1, full.prepare(model, {}, {}, None), identity={})
+    path = folder.save(1, prepare_whole(model, {}, {}, None), identity={})
     loaded = load_checkpoint(path).model
     assert list(loaded) == sorted(model)
     for name, tensor in loaded.items():
@@ -117,7 +117,7 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
 def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
     tensor = torch.randn(4, 6, device="cuda")
     path = folder.save(
-        1, full.prepare({"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, None), identity={}
+        1, prepare_whole({"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, None), identity={}
     )
     loaded = load_checkpoint(path)
     assert_same(loaded.model["w"], tensor.cpu())
@@ -127,8 +127,8 @@ def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
 def test_tied_weights_are_stored_once(folder: CheckpointFolder) -> None:
     weight = torch.randn(256, 256)
     model = {"b.head": weight, "a.embed": weight, "c.view": weight[:1], "d.turned": weight.t()}
-    path = folder.save(1, full.prepare(model, {}, {}, None), identity={})
-    assert 2 <= (path / "model.safetensors").stat().st_size / weight.numel() / 4 < 2.1
+    path = folder.save(1, prepare_whole(model, {}, {}, None), identity={})
+    assert 2 <= (path / "part-00000.safetensors").stat().st_size / weight.numel() / 4 < 2.1
     loaded = load_checkpoint(path).model
     assert loaded["b.head"] is loaded["a.embed"]
     for name, tensor in model.items():
@@ -146,9 +146,9 @@ def test_what_was_read_lives_without_the_files(folder: CheckpointFolder) -> None
 def test_unstorable_state_is_refused_before_anything_is_written(folder: CheckpointFolder) -> None:
     state = {"tracked": {"ema": {"fn": print}}}
     with pytest.raises(PacelineError, match=r"state\.tracked\.ema\.fn"):
-        folder.save(1, full.prepare({}, {}, state, None), identity={})
+        folder.save(1, prepare_whole({}, {}, state, None), identity={})
     with pytest.raises(PacelineError, match=r"model\.w is a tensor on the meta device"):
-        folder.save(1, full.prepare({"w": torch.empty(1, device="meta")}, {}, {}, None), identity={})
+        folder.save(1, prepare_whole({"w": torch.empty(1, device="meta")}, {}, {}, None), identity={})
     assert not folder.path.parent.exists()
 
 
@@ -187,13 +187,13 @@ def test_a_flipped_bit_anywhere_in_the_manifest_counts(folder: CheckpointFolder)
 
 def test_all_problems_at_once(folder: CheckpointFolder) -> None:
     path = save(folder, 1)
-    flip(path / "model.safetensors")
+    flip(path / "part-00000.safetensors")
     truncate(path / "state.json")
     (path / "recipe.toml").unlink()
     (path / "notes.txt").write_text("mine")
     found = {(finding.code, Path(finding.where).name) for finding in verify(path)}
     assert found == {
-        ("PL502", "model.safetensors"),
+        ("PL502", "part-00000.safetensors"),
         ("PL501", "state.json"),
         ("PL500", "recipe.toml"),
         ("PL505", "notes.txt"),
@@ -211,20 +211,24 @@ def test_a_file_beside_it_does_no_harm(folder: CheckpointFolder) -> None:
 
 def test_files_that_do_not_fit_together(folder: CheckpointFolder) -> None:
     """Put together by hand, with right hashes."""
-    one, two = save(folder, 1), save(folder, 2)
-    other = folder.save(3, full.prepare(make_model(3), {}, {}, None), identity={})
-    for name in ("state.safetensors", "optimizer.json"):
-        shutil.copy(other / name, two / name)
-    manifest = read_manifest(two)
-    records = manifest.files | {
-        name: read_manifest(other).files[name] for name in ("state.safetensors", "optimizer.json")
-    }
-    (two / "manifest.json").write_bytes(dump_manifest(type(manifest)(2, records, {})))
-    findings = verify(two)
-    assert {finding.code for finding in findings} == {"PL506"}
-    saw = " ".join(finding.saw for finding in findings)
-    assert "refers to tensor 'rng.0', which state.safetensors lacks" in saw
-    assert "has tensor 'parameters.embed.weight.state.step', which optimizer.json never names" in saw
+    keeping = CheckpointFolder(folder.path.parent, keep=9)
+    one, two, three = (save(keeping, step) for step in (1, 2, 3))
+    other = keeping.save(4, prepare_whole(make_model(4), {}, {}, None), identity={})
+    for path, name, words in (
+        (two, "part-00000.safetensors", "refers to tensor 'rng.0', which no file has"),
+        (
+            three,
+            "optimizer.json",
+            "has tensor 'parameters.embed.weight.state.step', which optimizer.json never",
+        ),
+    ):
+        shutil.copy(other / name, path / name)
+        manifest = read_manifest(path)
+        records = manifest.files | {name: read_manifest(other).files[name]}
+        (path / "manifest.json").write_bytes(dump_manifest(type(manifest)(manifest.step, records, {})))
+        findings = verify(path)
+        assert {finding.code for finding in findings} == {"PL506"}
+        assert words in " ".join(finding.saw for finding in findings)
     one.rename(one.with_name("step-00000009"))
     assert [finding.code for finding in verify(folder.steps()[9])] == ["PL506"]
 
@@ -234,25 +238,25 @@ def test_falls_back_over_several_and_warns(
 ) -> None:
     for step in (1, 2, 3):
         save(folder, step)
-    flip(folder.steps()[3] / "optimizer.safetensors")
+    flip(folder.steps()[3] / "part-00000.safetensors")
     (folder.steps()[2] / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
         assert_loaded(load_newest(folder), 1)
-    assert "optimizer.safetensors was altered" in caplog.text
+    assert "part-00000.safetensors was altered" in caplog.text
     assert "manifest.json is missing" in caplog.text
 
 
 def test_none_valid_is_an_error_and_nothing_changes(folder: CheckpointFolder) -> None:
     save(folder, 1)
     save(folder, 2)
-    truncate(folder.steps()[1] / "model.safetensors")
+    truncate(folder.steps()[1] / "part-00000.safetensors")
     flip(folder.steps()[2] / "state.json")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     with pytest.raises(PacelineError) as caught:
         load_newest(folder, Skipped())
     assert caught.value.code == "PL509"
     assert "step-00000002: state.json was altered" in caught.value.saw
-    assert "step-00000001: model.safetensors has" in caught.value.saw
+    assert "step-00000001: part-00000.safetensors has" in caught.value.saw
     assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
 
 
@@ -267,7 +271,7 @@ def test_a_newer_format_is_not_passed_over(folder: CheckpointFolder) -> None:
     make_newer(path)
     assert [finding.code for finding in verify(path)] == ["PL504"]
     for load in (lambda: load_newest(folder), lambda: load_checkpoint(path)):
-        with pytest.raises(PacelineError, match=r"format version 3.*reads versions up to 2") as caught:
+        with pytest.raises(PacelineError, match=r"format version 4.*reads version 3") as caught:
             load()
         assert caught.value.code == "PL504"
     with pytest.raises(PacelineError) as caught:
@@ -289,7 +293,7 @@ def test_keeps_the_newest(folder: CheckpointFolder) -> None:
 def test_a_broken_one_does_not_count(folder: CheckpointFolder) -> None:
     for step in (1, 2, 3):
         save(folder, step)
-    truncate(folder.steps()[2] / "model.safetensors")
+    truncate(folder.steps()[2] / "part-00000.safetensors")
     save(folder, 4)
     assert list(folder.steps()) == [1, 2, 3, 4]
     save(folder, 5)
@@ -301,7 +305,7 @@ def test_broken_later_ones_never_push_out_the_newest_valid(tmp_path: Path, anew:
     folder = CheckpointFolder(tmp_path, keep=1)
     save(CheckpointFolder(tmp_path, keep=9), 80)
     for step in (100, 90):
-        flip(save(CheckpointFolder(tmp_path, keep=9), step) / "model.safetensors")
+        flip(save(CheckpointFolder(tmp_path, keep=9), step) / "part-00000.safetensors")
     save(CheckpointFolder(tmp_path, keep=9), 30)
     for step in (40, 50):
         save(CheckpointFolder(tmp_path, keep=1) if anew else folder, step)
@@ -315,7 +319,7 @@ def test_a_valid_checkpoint_that_breaks_later_stops_counting(tmp_path: Path) -> 
     save(folder, 100)
     save(folder, 50)
     assert list(folder.steps()) == [50, 100]
-    flip(folder.steps()[100] / "model.safetensors")
+    flip(folder.steps()[100] / "part-00000.safetensors")
     save(folder, 60)
     assert list(folder.steps()) == [60, 100]
 
@@ -324,7 +328,7 @@ def test_a_broken_checkpoint_of_the_step_is_moved_aside(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     for count in (1, 2, 3):
-        flip(save(folder, 2) / "model.safetensors")
+        flip(save(folder, 2) / "part-00000.safetensors")
         assert len(list_names(folder.path.parent)) == count
     save(folder, 2)
     assert_loaded(load_newest(folder), 2)
@@ -474,9 +478,9 @@ def test_a_file_that_vanishes_beside_a_replaced_checkpoint_brings_that_back(fold
 
     def remove(operation: str, path: Path, start: int, num_bytes: int) -> None:
         if operation == "rename" and path.name == "step-00000002":
-            next(folder.path.glob(".tmp-*/model.safetensors")).unlink()
+            next(folder.path.glob(".tmp-*/part-00000.safetensors")).unlink()
 
-    with files.inject(remove), pytest.raises(PacelineError, match=r"model\.safetensors.*PL508"):
+    with files.inject(remove), pytest.raises(PacelineError, match=r"part-00000\.safetensors.*PL508"):
         save(folder, 2, size=16)
     assert list_names(folder.path.parent) == ["step-00000002"]
     assert_loaded(load_newest(folder), 2, size=8)
@@ -595,5 +599,5 @@ def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
 
 def test_identity_must_fit_json_before_anything_is_written(folder: CheckpointFolder) -> None:
     with pytest.raises(TypeError):
-        folder.save(1, full.prepare({}, {}, {}, None), identity=IDENTITY | {"device": torch.device("cpu")})
+        folder.save(1, prepare_whole({}, {}, {}, None), identity=IDENTITY | {"device": torch.device("cpu")})
     assert not folder.path.exists()

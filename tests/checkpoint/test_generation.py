@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint import CheckpointFolder, files
-from paceline.checkpoint.content import full
-from paceline.checkpoint.content.protocol import write_files
+from paceline.checkpoint.content import PreparedShare, prepare_whole, write_files
 from paceline.checkpoint.generation import PREFIX, begin_generation, newest_generation
 from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.writing.joint import JointSave, Order
@@ -18,8 +17,8 @@ from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, list_names, make_model, make_optimizer, make_state
 
 
-def prepare(step: int) -> full.PreparedFull:
-    return full.prepare(make_model(step), make_optimizer(step), make_state(step), RECIPE)
+def prepare(step: int) -> PreparedShare:
+    return prepare_whole(make_model(step), make_optimizer(step), make_state(step), RECIPE)
 
 
 def save(run: Path, step: int, generation: int) -> None:
@@ -27,13 +26,13 @@ def save(run: Path, step: int, generation: int) -> None:
     folder = CheckpointFolder(run, keep=9, generation=generation)
     content = prepare(step)
     with folder.begin(step, num_bytes=1000, identity={"generation": generation}) as saving:
-        saving.commit(content.content, write_files(content.list_files(), saving.folder))
+        saving.commit(write_files(content.list_files(), saving.folder))
 
 
 def save_jointly(run: Path, step: int, generation: int) -> None:
     """Save a checkpoint as a rank does in the background."""
     content = prepare(step)
-    order = Order(step, f"{generation:04d}", 1, "full", {"generation": generation}, content.num_bytes)
+    order = Order(step, f"{generation:04d}", 1, {"generation": generation}, content.num_bytes)
     folder = CheckpointFolder(run, keep=9, generation=generation)
     joint = JointSave(folder, order, 0, None, lambda error: error)
     joint.start(content.list_files())

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 def write(
     run: Path, store: HashStore, rank: int, *, error: PacelineError | None = None, gives_up: bool = False
 ) -> Outcome:
-    order = Order(5, "token", 3, "sharded", {"generation": 1}, 100)
+    order = Order(5, "token", 3, {"generation": 1}, 100)
     folder = CheckpointFolder(run, keep=9, generation=1)
     save = JointSave(folder, order, rank, store, lambda error: error)
     plan = plan_tensors(f"part-{rank}.safetensors", {"x": torch.ones(rank + 1)})
@@ -42,7 +42,7 @@ def left(run: Path) -> list[str]:
 
 
 def test_rank_0_commits_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.checkpoint.commit.check_fits", lambda tmp, manifest: [])  # files of a test
+    monkeypatch.setattr("paceline.checkpoint.commit.check_fits", lambda tmp: [])  # files of a test
     first, *others = write_all(tmp_path, None, None, None)
     assert first.path == tmp_path / "checkpoints/step-00000005"
     assert [(other.path, other.error) for other in others] == [(None, None)] * 2

@@ -27,16 +27,13 @@ from paceline.checkpoint import (
     tree,
     verify,
 )
-from paceline.checkpoint.content import find_content
-from paceline.checkpoint.content.protocol import list_model, write_files
-from paceline.checkpoint.content.sharded import NAME, PreparedShare
+from paceline.checkpoint.content import PreparedShare, Stored, list_model, write_files
 from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.summary import summarize
 from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, assert_same, make_state, write_tensors
-from tests.checkpoint.states import save as save_whole
 
 WEIGHT, BIAS = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)
 MODEL = {"bias": BIAS, "head": WEIGHT, "weight": WEIGHT}
@@ -83,7 +80,7 @@ def save(folder: Path, shares: list[PreparedShare], step: int = 1) -> Path:
         records: dict[str, FileRecord] = {}
         for share in shares:
             records |= write_files(share.list_files(), save.folder)
-        return save.commit(NAME, records)
+        return save.commit(records)
 
 
 @pytest.fixture
@@ -129,9 +126,7 @@ def test_each_file_is_opened_once(checkpoint: Path, monkeypatch: pytest.MonkeyPa
         opened.append(path.name)
         return real(path, framework=framework)
 
-    content = find_content(NAME)
-    assert content is not None
-    unread = list_model(content.open(checkpoint))
+    unread = list_model(Stored(checkpoint))
     monkeypatch.setattr(safetensors, "safe_open", count)
     for _ in range(3):
         for tensor in unread.values():
@@ -201,7 +196,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
     """Make the hashes right again after a change."""
     manifest = read_manifest(checkpoint)
     files = {name: hash_file(checkpoint / name) for name in manifest.files}
-    fields = {"step": 1, "files": files, "identity": {}, "content": NAME} | changes
+    fields = {"step": 1, "files": files, "identity": {}} | changes
     (checkpoint / FILE_NAME).write_bytes(dump_manifest(Manifest(**fields)))
 
 
@@ -335,9 +330,3 @@ def test_what_was_made_on_purpose_is_refused(checkpoint: Path, case: str) -> Non
     assert not is_usable(findings)
     with pytest.raises(PacelineError):
         load_checkpoint(checkpoint)
-
-
-def test_older_versions_are_reported_that_they_cannot_read_it(checkpoint: Path, tmp_path: Path) -> None:
-    assert json.loads((checkpoint / FILE_NAME).read_bytes())["format_version"] == 2
-    whole = save_whole(CheckpointFolder(tmp_path / "whole", keep=1), 1)
-    assert json.loads((whole / FILE_NAME).read_bytes())["format_version"] == 1

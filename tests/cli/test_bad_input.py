@@ -237,19 +237,19 @@ def test_another_recipe_into_a_runs_folder(trained: Path) -> None:
 
 def test_altered_and_truncated_checkpoints(trained: Path) -> None:
     newest, older = trained / "out/checkpoints/step-00000004", trained / "out/checkpoints/step-00000002"
-    data = bytearray((newest / "model.safetensors").read_bytes())
+    data = bytearray((newest / "part-00000.safetensors").read_bytes())
     data[-3] ^= 1
-    (newest / "model.safetensors").write_bytes(data)
+    (newest / "part-00000.safetensors").write_bytes(data)
     done = paceline(trained, *_set("train.steps=6"))
     assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in done.stderr
+    assert "part-00000.safetensors" in done.stderr
     assert "resuming after step 2 of " in done.stderr
 
-    for path in [*(trained / "out/checkpoints").glob("step-*/optimizer.safetensors")]:
+    for path in [*(trained / "out/checkpoints").glob("step-*/part-00000.safetensors")]:
         path.write_bytes(path.read_bytes()[:100])
     before = snapshot(trained / "out/checkpoints")
     done = paceline(trained, *_set("train.steps=6"))
-    check_told(done, ["optimizer.safetensors"])
+    check_told(done, ["part-00000.safetensors"])
     assert snapshot(trained / "out/checkpoints") == before
     assert older.exists()
 

@@ -35,7 +35,7 @@ def call(*words: object) -> int:
 
 
 def break_newest(run_folder: Path) -> Path:
-    path = run_folder / "checkpoints" / "step-00000100" / "model.safetensors"
+    path = run_folder / "checkpoints" / "step-00000100" / "part-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -74,7 +74,7 @@ def test_show_for_machines(run_folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_show_of_a_broken_one(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("manifest.json", "model.safetensors", "state.json"):
+    for name in ("manifest.json", "part-00000.safetensors", "state.json"):
         (run_folder / "checkpoints" / "step-00000100" / name).write_text("{")
     assert call("show", run_folder) == 1
     printed = capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "step-00000050: valid" in printed
     assert "step-00000100: not valid" in printed
-    assert "model.safetensors was altered" in printed
+    assert "part-00000.safetensors was altered" in printed
     assert call("verify", run_folder, "--json") == 1
     shown = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [table["usable"] for table in shown] == [True, False]

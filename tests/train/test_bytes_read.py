@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from paceline.checkpoint import tensors
-from paceline.checkpoint.content import sharded
 from paceline.parallel.placement import local
 from tests.dist.pool import Pool
 from tests.train.test_layout_checkpoints import (
@@ -58,7 +57,7 @@ def counted() -> Iterator[list[int]]:
 
         patch.setattr(tensors.safetensors, "safe_open", open_counted)
         # Verifying reads every file on some rank, for its hash and for values that are no numbers.
-        patch.setattr(sharded, "find_nan", lambda path, names: "")
+        patch.setattr("paceline.checkpoint.content.find_nan", lambda path, names: "")
         yield counts
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.content.protocol import StoredTensor
-from paceline.checkpoint.content.sharded import ShardedStored
+from paceline.checkpoint.content import Stored, StoredTensor
 from paceline.checkpoint.part import Part
 from tests.dist.pool import Pool
 from tests.train.test_compress import are_equal, train
@@ -21,7 +20,7 @@ def load_counting(world: Any, folder: str, options: dict[str, Any]) -> tuple[dic
     original = StoredTensor.read
 
     def read(tensor: StoredTensor, part: Part | None = None) -> Any:
-        if tensor.name.startswith("residuals.") and isinstance(tensor.stored, ShardedStored):
+        if tensor.name.startswith("residuals.") and isinstance(tensor.stored, Stored):
             slot = tensor.name.split(".")[3]
             count = (part or Part.all_of(tensor.shape)).num_elements
             numbers[slot] = numbers.get(slot, 0) + count

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint import CheckpointFolder, load_checkpoint
-from paceline.checkpoint.content import full
+from paceline.checkpoint.content import prepare_whole
 from paceline.errors import PacelineError
 from paceline.train.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
 from tests.checkpoint.states import assert_same
@@ -40,7 +40,7 @@ def take_step(model: nn.Sequential, optimizer: Optimizer, number: int) -> None:
 
 
 def through_disk(tree: Any, folder: Path) -> Any:
-    path = CheckpointFolder(folder, keep=1).save(1, full.prepare({}, tree, {}, None), identity={})
+    path = CheckpointFolder(folder, keep=1).save(1, prepare_whole({}, tree, {}, None), identity={})
     return load_checkpoint(path).optimizer
 
 

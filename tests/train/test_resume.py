@@ -362,12 +362,12 @@ def damage(path: Path) -> None:
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(ranks: Pool, whole: Any, tmp_path: Path) -> None:
     _, whole_folder = whole
     ranks.run(run, args=(str(tmp_path), {"save_at": (2, 4), "last": 6}))
-    damage(tmp_path / "checkpoints" / "step-00000006" / "model.safetensors")
+    damage(tmp_path / "checkpoints" / "step-00000006" / "part-00000.safetensors")
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").unlink()
     rest = ranks.run(run, args=(str(tmp_path),))
     told = rest[0].told
     assert len(told) == 5
-    assert "model.safetensors was altered" in told[0]
+    assert "part-00000.safetensors was altered" in told[0]
     assert "step-00000006 is left out; trying the one before it" in told[1]
     assert "state.json is missing" in told[2]
     assert "resuming after step 2" in told[4]
@@ -380,7 +380,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(ranks: Pool, whole: A
 
 def test_with_no_valid_checkpoint_all_ranks_are_reported(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(run, args=(str(tmp_path), {"last": 2}))
-    damage(tmp_path / "checkpoints" / "step-00000002" / "optimizer.safetensors")
+    damage(tmp_path / "checkpoints" / "step-00000002" / "part-00000.safetensors")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(RankError) as caught:
         ranks.run(run, args=(str(tmp_path),))
@@ -395,7 +395,7 @@ def with_a_full_disk(world: Any, folder: str) -> tuple[list[str], Part]:
     """Saving fails twice; the loop carries on, as a user's may."""
 
     def full(operation: str, path: Path, start: int, num_bytes: int) -> None:
-        if operation == "write" and path.name == "optimizer.safetensors":
+        if operation == "write" and path.name == "part-00000.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
 
     started, told = Run(world, folder), []

@@ -12,7 +12,7 @@ If killed before 3, the run has its former checkpoints; if killed after it, the 
 counts as a checkpoint ever holds half of one. The next save removes what a killed process leaves behind; it
 holds the lock, so it knows that no other process is writing there.
 
-One process, rank 0, holds the lock and commits; a content (`content/`) decides who writes which files into
+One process, rank 0, holds the lock and commits; a save decides who writes which files into
 the temporary folder. No function here calls a collective.
 """
 
@@ -42,7 +42,7 @@ from paceline.checkpoint.names import (
     list_checkpoints,
     step_name,
 )
-from paceline.checkpoint.validity import check_fits, is_usable, refuse_newer, verify
+from paceline.checkpoint.validity import check_fits, is_usable, refuse_other_format, verify
 from paceline.errors import PacelineError
 from paceline.units import format_bytes
 
@@ -164,7 +164,7 @@ class Commits:
         aside: Path | None = None
         try:
             aside = self._make_room(final)
-            findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
+            findings = verify(tmp, read_all=False) or check_fits(tmp)
             if not is_usable(findings):
                 raise OSError(errno.EIO, findings[0].saw)
             self.refuse_older()
@@ -188,7 +188,7 @@ class Commits:
         if replaced.exists():  # Only without locks, so nothing was cleared.
             self._discard(replaced)
         findings = verify(final)
-        refuse_newer(findings)
+        refuse_other_format(findings)
         if is_usable(findings):
             files.rename(final, replaced)
             return replaced
@@ -314,17 +314,16 @@ class Save:
     def __exit__(self, *error: Any) -> bool | None:
         return self._held.__exit__(*error)
 
-    def commit(self, content: str, records: Mapping[str, FileRecord]) -> Path:
+    def commit(self, records: Mapping[str, FileRecord]) -> Path:
         """Rename the durable checkpoint to its final name, then remove old checkpoints.
 
         Args:
-            content: name of the content that wrote the files.
             records: of all files, by name.
 
         Returns:
             The checkpoint's folder.
         """
-        manifest = Manifest(self._step, dict(records), self._identity, content)
+        manifest = Manifest(self._step, dict(records), self._identity)
         self._checkpoints.seal(self.folder, manifest)
         path = self._checkpoints.publish(self._step, self.folder, manifest)
         self._checkpoints.let_go(self._step)

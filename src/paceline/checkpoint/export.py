@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import files
-from paceline.checkpoint.content.protocol import stream_bytes
+from paceline.checkpoint.content import stream_bytes
 from paceline.checkpoint.load import Loaded, open_usable
 from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors
 from paceline.errors import PacelineError

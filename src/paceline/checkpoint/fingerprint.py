@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.content.protocol import StoredTensor, stream_bytes
+from paceline.checkpoint.content import StoredTensor, stream_bytes
 from paceline.checkpoint.tensors import tensor_bytes
 
 

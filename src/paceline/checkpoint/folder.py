@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.commit import Commits
-from paceline.checkpoint.content.protocol import Prepared, write_files
-from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
+from paceline.checkpoint.content import PreparedShare, write_files
+from paceline.checkpoint.manifest import BadManifestError, OtherFormatError, read_manifest
 
 
 class CheckpointFolder(Commits):
@@ -24,13 +24,13 @@ class CheckpointFolder(Commits):
         """Return the id of the run that wrote each checkpoint, if its manifest is readable and has one."""
         found = {}
         for path in self.steps().values():
-            with contextlib.suppress(BadManifestError, NewerFormatError):
+            with contextlib.suppress(BadManifestError, OtherFormatError):
                 run = read_manifest(path).identity.get("run")
                 if isinstance(run, str):
                     found[path] = run
         return found
 
-    def save(self, step: int, content: Prepared, *, identity: dict[str, Any]) -> Path:
+    def save(self, step: int, content: PreparedShare, *, identity: dict[str, Any]) -> Path:
         """Commit a checkpoint that this process alone writes, and remove those that need not be kept.
 
         On return it is on the disk. On any error, a full disk or Ctrl-C included, the earlier
@@ -38,7 +38,7 @@ class CheckpointFolder(Commits):
 
         Args:
             step: optimizer steps taken.
-            content: all of the state, prepared by a content (`full.prepare`).
+            content: all of the state, as `prepare_whole` returns it.
             identity: of `describe_identity`; whatever else is in it must be fit for JSON.
 
         Returns:
@@ -50,4 +50,4 @@ class CheckpointFolder(Commits):
                 this step is there.
         """
         with self.begin(step, num_bytes=content.num_bytes, identity=identity) as save:
-            return save.commit(content.content, write_files(content.list_files(), save.folder))
+            return save.commit(write_files(content.list_files(), save.folder))

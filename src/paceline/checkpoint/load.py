@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.content import find_content
-from paceline.checkpoint.content.protocol import list_model, open_tree, read_all
+from paceline.checkpoint.content import Stored, list_model, open_tree, read_all
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
 from paceline.checkpoint.run_state import check_run_state, looks_like_a_run
-from paceline.checkpoint.validity import is_usable, refuse_newer, verify
+from paceline.checkpoint.validity import is_usable, refuse_other_format, verify
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 
@@ -56,13 +55,13 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
             logged.
 
     Raises:
-        PacelineError: PL509 if none is valid, PL504 where the newest one is of a newer format. Nothing is
+        PacelineError: PL509 if none is valid, PL504 where the newest one is of another format. Nothing is
             deleted or changed.
     """
     skipped: list[tuple[Path, list[Finding]]] = []
     for path in reversed(list_checkpoints(folder).values()):
         findings = verify(path)
-        refuse_newer(findings)
+        refuse_other_format(findings)
         if is_usable(findings):
             return path
         skipped.append((path, findings))
@@ -92,7 +91,7 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
         on_skip: as in `find_newest`.
 
     Raises:
-        PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for a newer format.
+        PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for another format.
     """
     found = list_at(path)
     if found == [Path(path)]:
@@ -160,7 +159,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
 def check_usable(path: Path) -> None:
     """Raise a `PacelineError` with the first finding that makes a checkpoint unusable."""
     findings = verify(path)
-    refuse_newer(findings)
+    refuse_other_format(findings)
     if not is_usable(findings):
         first = next(finding for finding in findings if not is_usable([finding]))
         raise PacelineError(first.code, saw=f"{path}: {first.saw}", rule=first.rule, fix=first.fix)
@@ -186,10 +185,8 @@ def open_usable(path: Path) -> Loaded:
         PacelineError: PL506 for files that do not fit together.
     """
     manifest = read_manifest(path)
-    content = find_content(manifest.content)
-    assert content is not None  # `verify` checks for it.
     try:
-        stored = content.open(path)
+        stored = Stored(path)
         return Loaded(
             path=path,
             step=manifest.step,

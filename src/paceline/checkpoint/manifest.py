@@ -19,9 +19,7 @@ from paceline.checkpoint.hashed import FileRecord
 from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"
-# Version 2 added the content "sharded". What an older version can hold is written as that version.
-FORMAT_VERSION = 2
-_FULL_SINCE, _SHARDED_SINCE = 1, 2
+FORMAT_VERSION = 3
 # The names of files that Paceline makes. Nothing else is ever opened, whatever a manifest names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -39,13 +37,11 @@ class Manifest:
         step: the optimizer step after which it was taken.
         files: name to size and hash, of every other file.
         identity: what could change the run's last bits: versions, device, threads (`identity.py`).
-        content: how the tensors are stored (`content/`): `"full"` or `"sharded"`.
     """
 
     step: int
     files: dict[str, FileRecord]
     identity: dict[str, Any]
-    content: str = "full"
 
     def digest(self) -> str:
         """Return a digest by which ranks compare what they see."""
@@ -56,8 +52,8 @@ class BadManifestError(Exception):
     """The error of a manifest that is missing, altered or not a manifest."""
 
 
-class NewerFormatError(Exception):
-    """The error of a manifest that is whole but has a newer format version.
+class OtherFormatError(Exception):
+    """The error of a manifest that is whole but has another format version.
 
     Attributes:
         version: that version.
@@ -68,19 +64,11 @@ class NewerFormatError(Exception):
         self.version = version
 
 
-def dump_manifest(manifest: Manifest, *, format_version: int | None = None) -> bytes:
-    """Return the bytes of `manifest.json`.
-
-    Args:
-        manifest: to write.
-        format_version: default the oldest that has the content.
-    """
-    if format_version is None:
-        format_version = _FULL_SINCE if manifest.content == "full" else _SHARDED_SINCE
+def dump_manifest(manifest: Manifest, *, format_version: int = FORMAT_VERSION) -> bytes:
+    """Return the bytes of `manifest.json`."""
     table = {
         "format_version": format_version,
         "step": manifest.step,
-        "content": manifest.content,
         "identity": manifest.identity,
         "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
         "manifest_sha256": _ZEROS,
@@ -98,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         BadManifestError: with what is wrong, as the end of a sentence.
-        NewerFormatError: for a whole manifest of a newer version.
+        OtherFormatError: for a whole manifest of another version.
     """
     try:
         if (folder / FILE_NAME).is_symlink():
@@ -116,7 +104,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
     Raises:
         BadManifestError: with what is wrong, as the end of a sentence.
-        NewerFormatError: for a whole manifest of a newer version.
+        OtherFormatError: for a whole manifest of another version.
     """
     version = re.search(rb'"format_version": (\d{1,9})\b', text)
     seals = _SEAL.findall(text)
@@ -128,8 +116,8 @@ def parse_manifest(text: bytes) -> Manifest:
         )
     try:
         table = json.loads(text, object_pairs_hook=_refuse_duplicates)
-        if table["format_version"] > FORMAT_VERSION:
-            raise NewerFormatError(table["format_version"])
+        if table["format_version"] != FORMAT_VERSION:
+            raise OtherFormatError(_parse_number(table["format_version"], "the format version"))
         files = {name: _parse_record(name, record) for name, record in table["files"].items()}
         identity = dict(table["identity"])
         if not isinstance(identity.get("run", ""), str):
@@ -139,7 +127,6 @@ def parse_manifest(text: bytes) -> Manifest:
             step=_parse_number(table["step"], "the step"),
             files=files,
             identity=identity,
-            content=str(table["content"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadManifestError(f"is not a valid manifest ({type(error).__name__}: {error})") from None

@@ -16,9 +16,6 @@ from pathlib import Path
 from paceline.errors import PacelineError
 
 CHECKPOINTS = "checkpoints"
-# The contents that this version reads (`content/`).
-FULL, SHARDED = "full", "sharded"
-CONTENTS = (FULL, SHARDED)
 LOCK = ".lock"
 REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")

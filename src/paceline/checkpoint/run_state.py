@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.content.protocol import StoredTensor, read_all
+from paceline.checkpoint.content import StoredTensor, read_all
 from paceline.generators import preserved_generators, write_generators
 
 _NUMBER = (int, float)

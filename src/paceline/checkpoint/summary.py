@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.content import find_content
-from paceline.checkpoint.content.full import NAME as FULL
-from paceline.checkpoint.content.protocol import MODEL, Stored
-from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
+from paceline.checkpoint.content import MODEL, Stored
+from paceline.checkpoint.manifest import BadManifestError, OtherFormatError, read_manifest
 from paceline.checkpoint.tensors import TensorInfo
 from paceline.checkpoint.validity import verify
 from paceline.finding import Finding
@@ -49,14 +47,13 @@ class CheckpointSummary:
 
 def summarize(path: Path) -> CheckpointSummary:
     """Return a `CheckpointSummary` of the checkpoint at `path`, broken or not."""
-    step, identity, name = None, {}, FULL
+    step, identity = None, {}
     try:
         manifest = read_manifest(path)
-        step, identity, name = manifest.step, manifest.identity, manifest.content
-    except (BadManifestError, NewerFormatError):
+        step, identity = manifest.step, manifest.identity
+    except (BadManifestError, OtherFormatError):
         pass  # `findings` contains it.
-    content = find_content(name)
-    stored = None if content is None else content.open(path)
+    stored = Stored(path)
     return CheckpointSummary(
         path=path,
         step=step,
@@ -75,16 +72,16 @@ def _count_bytes(path: Path) -> int:
         return 0
 
 
-def _list_tensors(stored: Stored | None) -> dict[str, TensorInfo]:
+def _list_tensors(stored: Stored) -> dict[str, TensorInfo]:
     try:
-        return {} if stored is None else stored.list_tensors(MODEL)
+        return stored.list_tensors(MODEL)
     except (OSError, ValueError):
         return {}
 
 
-def _read_loss(stored: Stored | None) -> float | None:
+def _read_loss(stored: Stored) -> float | None:
     try:
-        state = None if stored is None else stored.read_structure("state")
+        state = stored.read_structure("state")
     except (OSError, ValueError):
         return None
     loss = state.get("loss") if isinstance(state, dict) else None

@@ -320,29 +320,6 @@ class OpenFiles:
         return self._files[path]
 
 
-def read_tensor(
-    path: Path, name: str, part: Part | None = None, files: OpenFiles | None = None
-) -> torch.Tensor:
-    """Read one tensor of a safetensors file, or a part of it, into CPU memory.
-
-    Args:
-        path: of the file.
-        name: of the tensor, not of an alias.
-        part: of the tensor.
-        files: to keep it open in.
-
-    Raises:
-        UnreadableTensorsError: the file is not such a file, or lacks the tensor.
-    """
-    with _opened(path, files) as file:
-        if part is None or part.is_whole:
-            return file.get_tensor(name).clone()
-        stored = file.get_slice(name)
-        found = torch.empty(part.shape, dtype=torch_dtype(stored.get_dtype()))
-        copy_blocks(Part.all_of(stored.get_shape()), stored, part, found)
-    return found
-
-
 def find_nan(path: Path, names: Collection[str]) -> str:
     """Return the first of some tensors of a safetensors file that has a NaN, or ""."""
     with _opened(path) as file:

@@ -12,16 +12,16 @@ from paceline.checkpoint.manifest import (
     FORMAT_VERSION,
     BadManifestError,
     Manifest,
-    NewerFormatError,
+    OtherFormatError,
     read_manifest,
 )
-from paceline.checkpoint.names import CONTENTS, step_of
+from paceline.checkpoint.names import step_of
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 
 # A file that is not part of the checkpoint and does not harm it.
 EXTRA_FILE = "PL505"
-NEWER_FORMAT = "PL504"
+OTHER_FORMAT = "PL504"
 _FALL_BACK = "Remove it or move it away; loading then falls back to the checkpoint before it."
 
 
@@ -34,14 +34,14 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
             manifest's own hash and the sizes of the files are checked.
 
     Returns:
-        PL500 missing file, PL501 wrong size, PL502 wrong hash, PL503 unreadable manifest, PL504 newer
+        PL500 missing file, PL501 wrong size, PL502 wrong hash, PL503 unreadable manifest, PL504 another
         format, PL505 an extra file, PL506 files that do not match each other. Only PL505 leaves it usable
         (`is_usable`).
     """
     try:
         manifest = read_manifest(path)
-    except NewerFormatError as newer:
-        return [_newer(path, newer.version)]
+    except OtherFormatError as other:
+        return [_other(path, other.version)]
     except BadManifestError as bad:
         rule = "Without its manifest, nothing in a checkpoint can be trusted."
         return [Finding("PL503", str(path / FILE_NAME), f"{FILE_NAME} {bad}.", rule, _FALL_BACK)]
@@ -50,10 +50,8 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
-    if manifest.content not in CONTENTS:
-        findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
-    elif read_all and not findings:
-        findings = check_loads(path, manifest) or check_values(path, manifest, manifest.files)
+    if read_all and not findings:
+        findings = check_loads(path) or check_values(path, manifest.files)
     findings += _extra_files(path, {*manifest.files, FILE_NAME})
     return findings
 
@@ -63,21 +61,19 @@ def check_hash(path: Path, manifest: Manifest, name: str) -> Finding | None:
     return _check_file(path, manifest, name, read_all=True)
 
 
-def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
+def check_fits(path: Path) -> list[Finding]:
     """Return PL506 for files that do not fit together, from structures and headers alone."""
-    from paceline.checkpoint.content import find_content  # needs torch, and the rest of this module does not
+    from paceline.checkpoint.content import check_files  # needs torch, and the rest of this module does not
 
-    content = find_content(manifest.content)
-    assert content is not None
     try:
-        return [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
+        return [_unfit(path / name, f"{name} {saw}.") for name, saw in check_files(path)]
     except Exception as error:  # whatever the reason, what cannot be read cannot be loaded
         return [_unfit(path, f"it cannot be read ({type(error).__name__}: {error}).")]
 
 
-def check_loads(path: Path, manifest: Manifest) -> list[Finding]:
+def check_loads(path: Path) -> list[Finding]:
     """Return PL506 for a checkpoint that could not be loaded, by loading all of it but the tensors."""
-    if problems := check_fits(path, manifest):
+    if problems := check_fits(path):
         return problems
     from paceline.checkpoint.load import list_trained
 
@@ -90,22 +86,19 @@ def check_loads(path: Path, manifest: Manifest) -> list[Finding]:
     return []
 
 
-def check_values(path: Path, manifest: Manifest, names: Collection[str]) -> list[Finding]:
+def check_values(path: Path, names: Collection[str]) -> list[Finding]:
     """Return PL506 for weights that are not a number, for a checkpoint that loads.
 
     Args:
         path: the checkpoint's folder.
-        manifest: of the checkpoint.
         names: of the files to read.
     """
-    from paceline.checkpoint.content import find_content
+    from paceline.checkpoint.content import find_nan_in
     from paceline.checkpoint.load import list_trained
 
-    content = find_content(manifest.content)
-    assert content is not None
     try:
         trained = list_trained(path)
-        found = [(name, content.find_nan(path / name, trained)) for name in names]
+        found = [(name, find_nan_in(path / name, trained)) for name in names]
     except Exception as error:  # another process changes it meanwhile
         return [_unfit(path, f"it cannot be read ({type(error).__name__}: {error}).")]
     return [
@@ -118,10 +111,10 @@ def is_usable(findings: list[Finding]) -> bool:
     return all(finding.code == EXTRA_FILE for finding in findings)
 
 
-def refuse_newer(findings: list[Finding]) -> None:
+def refuse_other_format(findings: list[Finding]) -> None:
     """Raise PL504 if it is among the findings."""
     for finding in findings:
-        if finding.code == NEWER_FORMAT:
+        if finding.code == OTHER_FORMAT:
             # Not skipped like a broken one: continuing from an older step would discard work.
             saw = f"{finding.where}: {finding.saw}"
             raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)
@@ -148,13 +141,13 @@ def _check_file(path: Path, manifest: Manifest, name: str, *, read_all: bool) ->
     return Finding(code, str(file), found, rule, _FALL_BACK)
 
 
-def _newer(path: Path, version: int) -> Finding:
+def _other(path: Path, version: int) -> Finding:
     return Finding(
-        NEWER_FORMAT,
+        OTHER_FORMAT,
         str(path / FILE_NAME),
         f"the checkpoint is of format version {version}.",
-        f"This Paceline reads versions up to {FORMAT_VERSION}.",
-        "Update Paceline (pip install -U paceline), or start the run in another folder.",
+        f"This Paceline reads version {FORMAT_VERSION}.",
+        "Use a Paceline that reads it (for a newer one: pip install -U paceline), or another folder.",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import files
-from paceline.checkpoint.content.protocol import StoredTensor, stream_bytes
+from paceline.checkpoint.content import StoredTensor, stream_bytes
 from paceline.checkpoint.export import choose_type, exists_error, open_for_export
 from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors, tensor_bytes
 from paceline.errors import PacelineError

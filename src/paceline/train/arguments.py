@@ -105,9 +105,9 @@ class Arguments:
         return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {"model": self.optimizer}
 
     @property
-    def saving(self) -> tuple[str, bool, int]:
-        """The mode of checkpoints, whether saves are asynchronous, and failed saves that end a run."""
-        return self.checkpoint_mode, self.asynchronous_saves, self.max_failed_saves
+    def saving(self) -> tuple[bool, bool, int]:
+        """Whether every rank writes its share, whether saves are asynchronous, and failed saves that end a run."""
+        return self.checkpoint_mode == "sharded", self.asynchronous_saves, self.max_failed_saves
 
     def resolve_layout(self, world_size: int) -> Layout:
         """Return the layout with all degrees known; raise for impossible numbers and layouts."""

@@ -31,7 +31,7 @@ from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches
 from paceline.train.best import Best, choose_best
-from paceline.train.building import UpdateSettings, build_model, build_updates, sync_batchnorm_error
+from paceline.train.building import UpdateSettings, build_model, build_updates
 from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.island_ranks import place_islands, refuse_own_batch
@@ -91,7 +91,7 @@ class Training(TrainedModels, Generic[Handed]):
         world = current_world()
         self._given = given
         self.layout = given.resolve_layout(world.world_size)
-        self.microbatch_size, self._sync_batchnorm = given.microbatch_size, given.sync_batchnorm
+        self.microbatch_size = given.microbatch_size
         self.step_number = self.num_samples = 0
         self._precision = Precision(given.dtype, world.device)
         self._check_layout()
@@ -248,8 +248,6 @@ class Training(TrainedModels, Generic[Handed]):
         data, settings = open_loader(data, given, self._given.seed, is_own=shard == "mine")
         global_batch_size = settings["global_batch_size"]
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
-        if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
-            raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         if shard == "mine":
             refuse_own_batch(self._islands)
         if self._placed is not None and settings.get("shuffle") is not False:
@@ -381,10 +379,6 @@ class Training(TrainedModels, Generic[Handed]):
 
     def _begin_step(self, share: Share) -> None:
         """Check everything that ranks must have alike before a step, and count it."""
-        if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
-            raise sync_batchnorm_error(
-                share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
-            )
         self._source = share.source
         updates = self._updates.values()
         for each in updates:

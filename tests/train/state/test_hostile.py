@@ -78,7 +78,7 @@ def seal(path: Path, change: Callable[[dict[str, Any]], None] | None = None) -> 
     if change is not None:
         change(identity)
     files = {name: hash_file(path / name) for name in old.files if (path / name).exists()}
-    manifest = Manifest(old.step, files, identity, old.content)
+    manifest = Manifest(old.step, files, identity)
     (path / FILE_NAME).write_bytes(dump_manifest(manifest))
 
 
@@ -124,19 +124,14 @@ def deep(kind: str) -> str:
 
 
 def weights(path: Path) -> Path:
-    full = path / "model.safetensors"
-    return full if full.exists() else path / "part-00000.safetensors"
-
-
-def weight_name(path: Path) -> str:
-    return "0.weight" if (path / "model.safetensors").exists() else "model/0.weight"
+    return path / "part-00000.safetensors"
 
 
 def change_weights(path: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     def edit(tensors: dict[str, Any], _metadata: dict[str, str]) -> None:
-        found = change(tensors.pop(weight_name(path)))
+        found = change(tensors.pop("model/0.weight"))
         if found is not None:
-            tensors[weight_name(path)] = found
+            tensors["model/0.weight"] = found
 
     edit_tensors(weights(path), edit)
 

@@ -168,7 +168,7 @@ def test_has_the_bytes_of_a_save_that_everybody_waits_for(
         assert verify(other) == []
         expected, found = read_manifest(one), read_manifest(other)
         assert found.files == expected.files
-        assert (found.step, found.content) == (expected.step, expected.content)
+        assert found.step == expected.step
     left = [path.name for path in (tmp_path / "behind/checkpoints").iterdir()]
     assert not [name for name in left if name.startswith((".tmp", ".trash"))]
 

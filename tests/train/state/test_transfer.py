@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder, open_usable
-from paceline.checkpoint.content import full
+from paceline.checkpoint.content import prepare_whole
 from paceline.errors import PacelineError
 from paceline.train.state.transfer import gather, load_on_main, run_on_main
 from tests.dist.pool import Pool, RankError
@@ -106,10 +106,10 @@ def load_and_find_a_file_gone(world: Any, folder: str) -> None:
 
     def load() -> Any:
         path = CheckpointFolder(folder, keep=1).save(
-            1, full.prepare({"a": torch.ones(3), "b": torch.ones(4)}, {}, {}, None), identity={}
+            1, prepare_whole({"a": torch.ones(3), "b": torch.ones(4)}, {}, {}, None), identity={}
         )
         found = open_usable(path).model
-        (path / "model.safetensors").unlink()
+        (path / "part-00000.safetensors").unlink()
         return found
 
     load_on_main(world, load)

@@ -94,13 +94,13 @@ def test_whatever_is_altered_is_named_on_all_ranks(ranks: Pool, tmp_path: Path, 
 def test_no_valid_checkpoint_is_an_error_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     assert [each[0] for each in ranks.run(find, args=(str(tmp_path),))] == ["none", "none"]
     folder = CheckpointFolder(tmp_path, keep=3)
-    flip(save(folder, 1) / "model.safetensors")
+    flip(save(folder, 1) / "part-00000.safetensors")
     (save(folder, 2) / "state.json").unlink()
     for told, _, _, is_on_every_rank in ranks.run(find, args=(str(tmp_path),)):
         assert "PL509" in told
         assert is_on_every_rank
         assert "step-00000002: state.json is missing." in told
-        assert "step-00000001: model.safetensors was altered" in told
+        assert "step-00000001: part-00000.safetensors was altered" in told
 
 
 def test_files_are_shared_out_by_size() -> None:

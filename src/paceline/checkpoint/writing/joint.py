@@ -29,7 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.checkpoint import files
 from paceline.checkpoint.commit import Commits, save_failed_error
-from paceline.checkpoint.content.protocol import write_files
+from paceline.checkpoint.content import write_files
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.same_copies import Digests, find_difference
 from paceline.checkpoint.tensors import FilePlan
@@ -65,7 +65,6 @@ class Order:
         step: optimizer steps taken.
         token: of this save; the same for all writers, and for no other save.
         num_writers: ranks that write: all, or rank 0 alone.
-        content: name of the content.
         identity: for the manifest.
         num_bytes: of all writers' files together, about.
     """
@@ -73,7 +72,6 @@ class Order:
     step: int
     token: str
     num_writers: int
-    content: str
     identity: dict[str, Any]
     num_bytes: int
 
@@ -232,7 +230,7 @@ class JointSave:
                 raise found
             if self._is_given_up:  # what was written may have changed since
                 raise self._lost_error()
-            return save.commit(order.content, {n: one for post in posts for n, one in post.records.items()})
+            return save.commit({n: one for post in posts for n, one in post.records.items()})
 
     def _write(
         self, plans: Sequence[FilePlan], digests: Sequence[Digests], error: PacelineError | None

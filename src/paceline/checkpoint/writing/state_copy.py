@@ -28,8 +28,6 @@ from paceline.torch_seams.tensors import read_version
 
 # Every type begins at a multiple of its size.
 _ALIGNED = 64
-# What is reserved before the first save is an estimate, and growing the memory would touch all of it again.
-_SLACK, _SLACK_BYTES = 64, 1 << 20
 
 
 class Held(Protocol):
@@ -61,8 +59,8 @@ class CopyMemory:
         """
         if num_bytes > self.num_bytes:
             self._tensor = torch.empty(0, dtype=torch.uint8)
-            wanted, pins = num_bytes + num_bytes // _SLACK + _SLACK_BYTES, device.type == "cuda"
-            self._tensor = torch.empty(wanted, dtype=torch.uint8, pin_memory=pins).zero_()
+            pins = device.type == "cuda"
+            self._tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins).zero_()
 
     def view(self, start: int, like: Tensor) -> Tensor:
         """Return the memory from a byte on as a tensor of another one's type and shape."""

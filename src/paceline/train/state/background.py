@@ -34,7 +34,6 @@ class Background:
         self._memory = CopyMemory()
         self._thread: CopyThread | None = None
         self._state_copy: StateCopy | None = None
-        self._reserving: threading.Thread | None = None
         # Once weights were changed behind the trainer's back, they are copied before `save` returns.
         self._copies_at_once = False
 
@@ -43,20 +42,8 @@ class Background:
         """Size of the memory."""
         return self._memory.num_bytes
 
-    def reserve_soon(self, num_bytes: int) -> None:
-        """Prepare memory for the files of a save in a thread, so that the first save does not wait."""
-        self._finish_reserving()
-
-        def reserve() -> None:
-            with suppress(RuntimeError):  # the save says so, and what follows from it
-                self._memory.reserve(num_bytes, self._device)
-
-        self._reserving = threading.Thread(target=reserve, name="paceline-reserve", daemon=True)
-        self._reserving.start()
-
     def get_ready(self, plans: Sequence[FilePlan]) -> str:
         """Prepare memory for files; return why that is impossible, or ""."""
-        self._finish_reserving()
         num_bytes = measure(plans)
         try:
             self._memory.reserve(num_bytes, self._device)
@@ -98,13 +85,7 @@ class Background:
 
     def close(self) -> None:
         """End the thread for copies, and release the memory; the saves have ended."""
-        self._finish_reserving()
         if self._thread is not None:
             self._thread.close()
             self._thread = None
         self._state_copy, self._memory = None, CopyMemory()
-
-    def _finish_reserving(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None

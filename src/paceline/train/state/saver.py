@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import check_identity, describe_identity, open_usable
-from paceline.checkpoint.content.protocol import read_all
-from paceline.checkpoint.names import CHECKPOINTS, SHARDED
+from paceline.checkpoint.content import read_all
+from paceline.checkpoint.names import CHECKPOINTS
 from paceline.checkpoint.part import Part
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
@@ -144,7 +143,6 @@ class Saver:
             gathered["islands"] = self._islands.state_dict()
 
         def describe() -> dict[str, Any]:
-            start.check_folder()
             state = self._describe_state(counters)
             return state | {"tracked": self.tracked.loaded} | gathered
 
@@ -161,7 +159,7 @@ class Saver:
             The result of `Saving.take_times`.
         """
         if self.folder is not None:
-            self.saving.end_step(partial(self._list_state, dict))
+            self.saving.end_step()
         times = self.saving.take_times()
         self._grace.check(times.save_s)
         return times
@@ -183,15 +181,13 @@ class Saver:
         self.saving.start()
         self._start, self._last = None, None
         self._start = start = RunStart(
-            self._world, folder, keep=self._keep, is_sharded=self.saving.mode == SHARDED
+            self._world, folder, keep=self._keep, is_sharded=self.saving.is_sharded
         )
-        self._grace.read(folder)
         self._settings.accept, self._settings.folder = tuple(accept), folder
         parts = self._parts()
         needed = NeededResiduals(self._updates, self._world.rank, self._world.world_size)
 
         def read() -> Any:
-            start.open()
             if start.newest is None:
                 return None
             loaded = open_usable(start.newest)

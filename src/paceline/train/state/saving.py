@@ -31,8 +31,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import CheckpointFolder
-from paceline.checkpoint.content.protocol import Prepared
-from paceline.checkpoint.content.sharded import NAME as SHARDED
+from paceline.checkpoint.content import PreparedShare
 from paceline.checkpoint.names import step_name
 from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
@@ -127,12 +126,12 @@ class Saving:
     """The saves of a trainer. All methods but `before_write`, `end_step` and `close` are collective.
 
     Attributes:
-        mode: the content of checkpoints.
+        is_sharded: whether every rank writes its share; else rank 0 writes all.
         background: of this rank, if saves are asynchronous.
 
     Args:
         world: the ranks.
-        mode: the content of checkpoints, `"full"` or `"sharded"`.
+        is_sharded: see above.
         asynchronous: whether saves are made in the background.
         max_failed: failed saves in a row that raise PL508.
         is_asked_to_stop: whether this rank was asked to stop, so that there is less time for a save.
@@ -141,18 +140,18 @@ class Saving:
     def __init__(
         self,
         world: World,
-        mode: str,
+        is_sharded: bool,
         asynchronous: bool,
         max_failed: int,
         is_asked_to_stop: Callable[[], bool],
     ) -> None:
         self.background = Background(world.device) if asynchronous else None
         self._world = world
-        self.mode = mode
+        self.is_sharded = is_sharded
         self._max_failed = max_failed
         self._num_failed, self._last_error = 0, ""
         self._pending: SaveHandle | None = None
-        # Of the pending save, as this rank knows it; in mode "full" only rank 0 writes.
+        # Of the pending save, as this rank knows it; unless sharded, only rank 0 writes.
         self._outcome: Outcome | None = None
         self._is_writing = False
         # The last save in which this rank writes, and one that was given up, until its thread has ended.
@@ -163,13 +162,11 @@ class Saving:
         self._begin_s = 0.0
         self._stall_s: float | None = None
         self._save_s: float | None = None
-        self._is_reserved = False
 
     def start(self) -> None:
         """Get ready for saves into a run's folder."""
         if self._pending is not None:
             self.finish(self._pending)
-        self._is_reserved = False
 
     def save(
         self,
@@ -221,23 +218,13 @@ class Saving:
             self.background.wait_for_copy()
             self._add_stall(begin_s)
 
-    def end_step(self, list_state: Callable[[], RunState]) -> None:
-        """Wait for the copy of a save under way; get memory ready for the first save.
-
-        Args:
-            list_state: returns this rank's part of the state.
-        """
+    def end_step(self) -> None:
+        """Wait for the copy of a save under way."""
         self.before_write()
-        if self.background is None:
-            return
         if self._pending is not None:
             self._receive(0.0)
             if self._outcome is not None and self._outcome.error is not None:
                 self._tell(self._pending, self._outcome.error, self._num_failed + 1)
-        elif not self._is_reserved:
-            self._is_reserved = True
-            with caught():  # the save itself reports what cannot be stored
-                self.background.reserve_soon(self._measure(list_state()))
 
     def take_times(self) -> SaveTimes:
         """Return what saves have cost since last asked."""
@@ -265,13 +252,13 @@ class Saving:
         self, folder: CheckpointFolder, handle: SaveHandle, state: RunState, identity: dict[str, Any]
     ) -> None:
         background = self.background
-        if background is None or self.mode != SHARDED:
+        if background is None or not self.is_sharded:
             state.check_copies()
         self._receive(None)
-        prepared: Prepared | None = None
+        prepared: PreparedShare | None = None
         digest = why_not = ""
         with caught() as raised:
-            if self.mode == SHARDED:
+            if self.is_sharded:
                 prepared, digest = prepare_share(self._world.rank, state)
             else:
                 prepared = prepare_full(self._world, state)
@@ -288,7 +275,7 @@ class Saving:
         reasons = [f"rank {rank}: {entry.why_not}" for rank, entry in enumerate(entries) if entry.why_not]
         if background is not None and reasons:
             self._tell_why_not(f"the state cannot be copied into memory ({reasons[0]})")
-            if self.mode == SHARDED:
+            if self.is_sharded:
                 state.check_copies()
             background = None
         save = None
@@ -296,8 +283,7 @@ class Saving:
             order = Order(
                 step=handle.step,
                 token=entries[0].token,
-                num_writers=self._world.world_size if self.mode == SHARDED else 1,
-                content=prepared.content,
+                num_writers=self._world.world_size if self.is_sharded else 1,
                 identity=entries[0].identity,
                 num_bytes=prepared.num_bytes,
             )
@@ -318,16 +304,9 @@ class Saving:
             return
         self._pending = handle
         if save is not None and prepared is not None and stuck is None:
-            # In mode "full" only rank 0 writes, and the ranks have compared their copies above.
-            held = [each.hold() for each in state.copies] if self.mode == SHARDED else []
+            # Unless sharded, only rank 0 writes, and the ranks have compared their copies above.
+            held = [each.hold() for each in state.copies] if self.is_sharded else []
             background.begin(save, plans, prepared.late, held)
-
-    def _measure(self, state: RunState) -> int:
-        """Return about how many bytes this rank writes."""
-        share, _ = prepare_share(self._world.rank, state)
-        if self.mode == SHARDED:
-            return sum(tensor.numel() * tensor.element_size() for tensor in share.tensors.values())
-        return share.num_bytes if self._world.is_main else 0
 
     def _end_now(self, handle: SaveHandle, outcome: Outcome) -> None:
         """Settle a save that all ranks have waited for; an error that the disk did not cause ends the run."""

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.content import find_content
-from paceline.checkpoint.content.protocol import Stored, StoredTensor
+from paceline.checkpoint.content import Stored, StoredTensor
 from paceline.checkpoint.load import unreadable_error
-from paceline.checkpoint.manifest import FILE_NAME, read_manifest
+from paceline.checkpoint.manifest import FILE_NAME
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
@@ -109,7 +108,7 @@ def load_on_main(
     if find_part is not None and shared is not None:
         path = shared[0] if folder is None else folder / shared[0].name
         sees = _digest(path) == shared[1]
-        stored = _open(path) if all(gather(world, sees)) else None
+        stored = Stored(path) if all(gather(world, sees)) else None
     sent = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor if stored else _TENSORS)]
     own = _Source(sent)
     holes = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _SentSeparately)]
@@ -151,12 +150,6 @@ def _digest(folder: Path) -> str:
         return hashlib.sha256((folder / FILE_NAME).read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _open(folder: Path) -> Stored:
-    content = find_content(read_manifest(folder).content)
-    assert content is not None  # rank 0 has found it
-    return content.open(folder)
 
 
 class _Source:

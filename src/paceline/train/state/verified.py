@@ -19,13 +19,13 @@ from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.load import OnSkip, no_valid_error
-from paceline.checkpoint.manifest import BadManifestError, Manifest, NewerFormatError, read_manifest
+from paceline.checkpoint.manifest import BadManifestError, Manifest, OtherFormatError, read_manifest
 from paceline.checkpoint.validity import (
     check_hash,
     check_loads,
     check_values,
     is_usable,
-    refuse_newer,
+    refuse_other_format,
     verify,
 )
 from paceline.finding import Finding
@@ -76,7 +76,7 @@ class SharedVerification:
         if is_usable(findings):
             findings = [*self._hash(path, digest), *findings]
         with caught() as found:
-            refuse_newer(findings)
+            refuse_other_format(findings)
         raise_any([found.error])
         return findings
 
@@ -106,11 +106,11 @@ class SharedVerification:
                 if (finding := check_hash(path, read_manifest(path), name)) is not None:
                     found.append(finding)
             found.sort(key=lambda finding: finding.where)
-            return found or check_loads(path, read_manifest(path))
+            return found or check_loads(path)
 
         if found := run_on_main(world, complete):
             return found
-        own = [] if manifest is None else check_values(path, manifest, own_files)
+        own = [] if manifest is None else check_values(path, own_files)
         return [finding for findings in gather(world, own) for finding in findings]
 
 
@@ -129,5 +129,5 @@ def _digest(path: Path) -> str:
     """Return the digest of a checkpoint's manifest, "" if it cannot be used."""
     try:
         return read_manifest(path).digest()
-    except (BadManifestError, NewerFormatError):
+    except (BadManifestError, OtherFormatError):
         return ""

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import tree
-from paceline.checkpoint.content import full
-from paceline.checkpoint.content.protocol import MODEL
-from paceline.checkpoint.content.sharded import PreparedShare
+from paceline.checkpoint.content import MODEL, PreparedShare, prepare_whole
 from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
@@ -56,7 +54,7 @@ class RunState:
             each.check_all()
 
 
-def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
+def prepare_full(world: World, state: RunState) -> PreparedShare | None:
     """Gather whole tensors on rank 0 and return its files; collective if parts are divided."""
     keep = world.is_main
     placement = state.parts.placement
@@ -75,7 +73,7 @@ def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
     }
     described = state.describe()
     described["tracked"] = tracked | described["tracked"]
-    prepared = full.prepare(model, optimizers, described, state.recipe_toml)
+    prepared = prepare_whole(model, optimizers, described, state.recipe_toml)
     return replace(prepared, late=frozenset(late))
 
 

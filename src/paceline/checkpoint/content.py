@@ -1,45 +1,55 @@
-"""The content of shares: every rank writes one file of tensors, and each part is written once.
+"""The files of a checkpoint: every writer has one of tensors, and each part of a tensor is written once.
 
     part-00003.safetensors     what rank 3 wrote: tensors `model/NAME`, `optimizer/NAME`, `state/NAME`
     optimizer.json, state.json structures of the trees (`tree.py`), of rank 0
     recipe.toml                the resolved recipe, of rank 0, where the run has one
 
-The files are plain safetensors. If one has only a part of a tensor, its metadata contain the position of that
-part in the whole tensor, as runs (start, stop) per dimension:
-`{"parts": {"model/NAME": {"whole": [6, 4], "runs": [[[0, 3]], [[0, 4]]]}}}`.
+Rank 0 may be the only writer, of whole tensors. The files are plain safetensors. If one has only a part of a
+tensor, its metadata contain the position of that part in the whole tensor, as runs (start, stop) per
+dimension: `{"parts": {"model/NAME": {"whole": [6, 4], "runs": [[[0, 3]], [[0, 4]]]}}}`.
 `{"tied": {"model/NAME": "model/OTHER"}}` are names that share their tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.checkpoint import tree
-from paceline.checkpoint.content.protocol import MODEL, RECIPE, TREES, Problem
+from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.manifest import FILE_NAME, BadManifestError, read_manifest
-from paceline.checkpoint.names import SHARDED
 from paceline.checkpoint.part import Part, count_covers
 from paceline.checkpoint.tensors import (
     FilePlan,
     OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
+    find_aliases,
     find_nan,
     plan_json,
     plan_tensors,
     read_header,
     read_into,
+    refuse_unstorable,
+    tensor_bytes,
     torch_dtype,
 )
+from paceline.torch_seams.trees import tree_map_only
 
-NAME = SHARDED
+# The tensors of the model have names only; the other two are trees.
+MODEL, TREES = "model", ("optimizer", "state")
+RECIPE = "recipe.toml"
+# Bytes of a tensor that are in memory at a time while it is hashed or exported.
+_BLOCK_BYTES = 4 << 20
 _PREFIX = "part-"
+
+Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,6 @@ class PreparedShare:
     structures: Mapping[str, Any] = field(default_factory=dict)
     recipe_toml: str | None = None
     late: frozenset[int] = frozenset()
-    content: str = NAME
 
     def list_files(self) -> list[FilePlan]:
         """Return this rank's files."""
@@ -84,45 +93,70 @@ class PreparedShare:
         return plans
 
 
-class Sharded:
-    """The content of shares."""
+def prepare_whole(
+    model: Mapping[str, torch.Tensor], optimizer: Any, state: Any, recipe_toml: str | None
+) -> PreparedShare:
+    """Check that the whole state can be stored by one writer, before anything is written.
 
-    name = NAME
+    Args:
+        model: whole tensors by name, those of `state_dict()`; not to be changed until they are written.
+        optimizer: a tree, usually of the optimizer's state by name.
+        state: a tree (`tree.py`) of everything else that the run needs to go on.
+        recipe_toml: the resolved recipe, if any.
 
-    def open(self, folder: Path) -> ShardedStored:
-        """Open a checkpoint of this content."""
-        return ShardedStored(folder)
+    Raises:
+        PacelineError: PL507, with the path to what cannot be stored.
+    """
+    for name, tensor in model.items():
+        refuse_unstorable(f"{MODEL}.{name}", tensor)
+    encoded = {name: tree.encode(held, name) for name, held in zip(TREES, (optimizer, state), strict=True)}
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    for group, held in [(MODEL, model), *((name, found) for name, (_, found) in encoded.items())]:
+        aliases = find_aliases(held)
+        tied |= {f"{group}/{name}": f"{group}/{kept}" for name, kept in aliases.items()}
+        tensors |= {f"{group}/{name}": each for name, each in held.items() if name not in aliases}
+    num_bytes = sum(each.numel() * each.element_size() for each in tensors.values())
+    structures = {name: structure for name, (structure, _) in encoded.items()}
+    return PreparedShare(0, tensors, {}, num_bytes, tied, structures, recipe_toml)
 
-    def check(self, folder: Path) -> list[Problem]:
-        """Check that the parts of every tensor are complete, and that the trees refer to existing tensors."""
-        stored = ShardedStored(folder)
+
+def write_files(plans: Iterable[FilePlan], folder: Path) -> dict[str, FileRecord]:
+    """Write files into `folder`, each durable on return; return their records by name."""
+    return {plan.name: plan.write(folder) for plan in plans}
+
+
+def check_files(folder: Path) -> list[Problem]:
+    """Check that the parts of every tensor are complete, and that the trees refer to existing tensors."""
+    stored = Stored(folder)
+    try:
+        problems = stored.check_parts()
+        for group in (MODEL, *TREES):
+            stored.list_tensors(group)
+    except UnreadableTensorsError as error:
+        return [(error.file or FILE_NAME, f"cannot be read ({error})")]
+    for group in TREES:
+        file = f"{group}.json"
         try:
-            problems = stored.check_parts()
-            for group in (MODEL, *TREES):
-                stored.list_tensors(group)
-        except UnreadableTensorsError as error:
-            return [(error.file or FILE_NAME, f"cannot be read ({error})")]
-        for group in TREES:
-            file = f"{group}.json"
-            try:
-                wanted = set(tree.list_references(stored.read_structure(group)))
-            except (OSError, ValueError, RecursionError) as error:
-                problems.append((file, f"cannot be read ({error})"))
-                continue
-            there = set(stored.list_tensors(group))
-            problems += [
-                (file, f"refers to tensor {name!r}, which no file has") for name in sorted(wanted - there)
-            ]
-            problems += [
-                (stored.find_file(group, name), f"has tensor {name!r}, which {file} never names")
-                for name in sorted(there - wanted)
-            ]
-        return problems
+            wanted = set(tree.list_references(stored.read_structure(group)))
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append((file, f"cannot be read ({error})"))
+            continue
+        there = set(stored.list_tensors(group))
+        problems += [
+            (file, f"refers to tensor {name!r}, which no file has") for name in sorted(wanted - there)
+        ]
+        problems += [
+            (stored.find_file(group, name), f"has tensor {name!r}, which {file} never names")
+            for name in sorted(there - wanted)
+        ]
+    return problems
 
-    def find_nan(self, file: Path, trained: Collection[str]) -> str:
-        """Return the first trained tensor with a NaN in a file, or ""."""
-        names = {f"{MODEL}/{name}" for name in trained}
-        return find_nan(file, names).removeprefix(f"{MODEL}/") if file.name.startswith(_PREFIX) else ""
+
+def find_nan_in(file: Path, trained: Collection[str]) -> str:
+    """Return the first trained tensor with a NaN in a file, or ""."""
+    names = {f"{MODEL}/{name}" for name in trained}
+    return find_nan(file, names).removeprefix(f"{MODEL}/") if file.name.startswith(_PREFIX) else ""
 
 
 @dataclass(frozen=True)
@@ -135,22 +169,27 @@ class _StoredPart:
     dtype: str
 
 
-class ShardedStored:
-    """A checkpoint of shares on disk.
+class Stored:
+    """A checkpoint on disk, read tensor by tensor. A group is `MODEL` or one of `TREES`.
+
+    Every method raises `OSError` or `ValueError` for files that do not fit together.
 
     Args:
         folder: of the checkpoint.
     """
-
-    is_shared = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = OpenFiles()
         self._read: tuple[dict[str, list[_StoredPart]], dict[str, str]] | None = None
 
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether several ranks wrote it, into a folder that all see, so that each may read by itself."""
+        return sum(name.startswith(_PREFIX) for name in read_manifest(self.folder).files) > 1
+
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
-        """Return the tensors of a group in the headers of all files."""
+        """Return the dtypes and whole shapes of a group's tensors by name, without reading them."""
         sources, tied = self._sources()
         begin = f"{group}/"
         infos = {
@@ -167,11 +206,11 @@ class ShardedStored:
         return dict(sorted(infos.items()))
 
     def read_structure(self, group: str) -> Any:
-        """Return the structure of a tree."""
+        """Return the structure of one of `TREES`, as `tree.encode` made it."""
         return json.loads((self.folder / f"{group}.json").read_bytes())
 
     def read(self, group: str, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read a tensor or a part of it, from the files that contain some of it."""
+        """Read a tensor or a part of it into CPU memory, from the files that contain some of it."""
         sources = self._sources()[0].get(f"{group}/{name}")
         if sources is None:
             raise UnreadableTensorsError(f"no file has {group}/{name}")
@@ -250,3 +289,75 @@ def _parse_part(entry: Any) -> Part:
     part = Part(tuple(int(size) for size in entry["whole"]), runs)
     part.check()
     return part
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint that has not been read.
+
+    Attributes:
+        stored: the checkpoint.
+        group: of the tensor.
+        name: in the group; for an alias, the name that has the values.
+        shape: whole.
+        dtype: its type.
+    """
+
+    stored: Stored
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, part: Part | None = None) -> torch.Tensor:
+        """Read a part of it, or all of it, into CPU memory."""
+        return self.stored.read(self.group, self.name, part)
+
+    def numpy(self) -> Any:
+        """Read it as an array, for arrays in trees."""
+        return self.read().numpy()
+
+    def stream(self) -> Iterator[torch.Tensor]:
+        """Read it in row-major order, a few megabytes at a time."""
+        max_elements = max(1, _BLOCK_BYTES // self.dtype.itemsize)
+        for block in Part.all_of(self.shape).blocks(max_elements):
+            yield self.read(block)
+
+
+def list_model(stored: Stored) -> dict[str, StoredTensor]:
+    """Return the model's tensors in name order, unread; tied names give equal ones."""
+    return _list_group(stored, MODEL)
+
+
+def open_tree(stored: Stored, group: str) -> Any:
+    """Return one of `TREES` with `StoredTensor` in place of tensors. Arrays are read."""
+    return tree.decode(stored.read_structure(group), _list_group(stored, group))
+
+
+def read_all(value: Any) -> Any:
+    """Read the unread tensors of a tree; equal ones come back as one tensor."""
+    made: dict[tuple[str, str], torch.Tensor] = {}
+
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        key = (tensor.group, tensor.name)
+        if key not in made:
+            made[key] = tensor.read()
+        return made[key]
+
+    return tree_map_only(StoredTensor, read, value)
+
+
+def stream_bytes(
+    tensor: StoredTensor, convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[memoryview]:
+    """Read a tensor's bytes in row-major order, a few megabytes at a time."""
+    for block in tensor.stream():
+        yield tensor_bytes(block if convert is None else convert(block))
+
+
+def _list_group(stored: Stored, group: str) -> dict[str, StoredTensor]:
+    infos = stored.list_tensors(group)
+    return {
+        name: StoredTensor(stored, group, info.alias_of or name, info.shape, torch_dtype(info.dtype))
+        for name, info in sorted(infos.items())
+    }
