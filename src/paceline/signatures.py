@@ -88,7 +88,7 @@ _WORDS = (
     ("nothing: workers live as long as the loader", "persistent_workers"),
     ("nothing: the loader seeds random numbers by sample", "generator worker_init_fn"),
     ("seed= of Trainer or of paceline.start", "random_seed manual_seed"),
-    ('sync_batchnorm=True, or dp ranks with reduction="exact"', "sync_bn use_sync_bn"),
+    ("nn.BatchNorm, with a larger microbatch_size=", "sync_bn use_sync_bn sync_batchnorm"),
     ("forward=lambda model, batch: model(...)", "forward_fn training_step step_fn"),
 )
 

@@ -89,11 +89,6 @@ def test_only_layers_with_running_statistics_take_part() -> None:
     statistics = RunningStatistics([Net()])
     assert statistics.num_values == 3 * (2 * 3 + 1)
     assert RunningStatistics([nn.Linear(2, 2)]).num_values == 0
-    # Its statistics are over all ranks already.
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    statistics = RunningStatistics([model])
-    model[0] = nn.SyncBatchNorm.convert_sync_batchnorm(model[0])
-    assert statistics.num_values == 0
 
 
 def test_layers_in_eval_mode_stay_as_they_are() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.order import LaidOut, Settings, parallelize
@@ -82,20 +81,6 @@ def lay_out_all(world: Any) -> list[str]:
 
 def test_every_transformation_is_reported_in_its_order(ranks: Pool) -> None:
     assert ranks.run(lay_out_all, nproc=4) == [["tp", "recompute", "shard"]] * 4
-
-
-def test_synchronised_batchnorm_needs_cuda() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(PacelineError, match=r"sync_batchnorm is on, the model is on cpu.*\[PL422\]"):
-        lay(model, None, sync_batchnorm=True)
-    assert type(model[1]) is nn.BatchNorm1d
-
-
-@pytest.mark.gpu
-def test_synchronised_batchnorm_replaces_layers_on_cuda() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2))).cuda()
-    parallelize(model, None, Settings(Layout(dp_replicate=1), sync_batchnorm=True), torch.device("cuda"))
-    assert isinstance(model[1][0], nn.SyncBatchNorm)
 
 
 def test_a_hook_without_anybody_to_talk_to_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -288,13 +288,6 @@ FOREIGN = {
     "hook of shards": (ModelFacts(), RunFacts(has_comm_hook=True), "dp_shard=2", "PL142", "comm_hook"),
     "hook of tp alone": (ModelFacts(), RunFacts(has_comm_hook=True), "tp=2", "PL142", "layout.tp=2"),
     "no blocks": (ModelFacts(num_blocks=0), RunFacts(), "dp_replicate=2 recompute=block", "PL143", "block"),
-    "one data rank": (
-        ModelFacts(has_batchnorm=True),
-        RunFacts(sync_batchnorm=True, reduction="fast"),
-        "tp=2",
-        "PL149",
-        "one data rank.",
-    ),
     "heads of another name": (
         ModelFacts(inner=(("encoder.fc1", 30),)),
         RunFacts(),
@@ -322,14 +315,12 @@ def test_nothing_is_refused_that_is_not_known() -> None:
 
 
 def test_all_reasons_at_once() -> None:
-    asked = recipe(
-        GPT, "model.kv_heads=2", "shard.prefetch=2", "train.sync_batchnorm=true", "train.reduction=fast"
-    )
+    asked = recipe(GPT, "model.kv_heads=2", "shard.prefetch=2")
     layout = Layout.parse("tp=3 zero=1 sequence=true offload=cpu")
     with pytest.raises(LayoutErrors) as caught:
         Rules.of(asked).refuse(layout, 8)
     codes = [problem.code for problem in caught.value.problems]
-    assert codes == ["PL113", "PL132", "PL133", "PL134", "PL137", "PL138", "PL139", "PL140", "PL149"]
+    assert codes == ["PL113", "PL132", "PL133", "PL134", "PL137", "PL138", "PL139", "PL140"]
     text = str(caught.value)
     assert text.startswith('layout "dp_replicate=auto tp=3 zero=1 sequence=true offload=cpu" on 8 ranks: 9 ')
     assert all(f"[{code}]" in text for code in codes)
@@ -447,7 +438,6 @@ models = st.builds(
     seq_len=maybe,
     max_rows=maybe,
     num_blocks=st.none() | st.integers(0, 4),
-    has_batchnorm=st.none() | st.booleans(),
     num_experts=st.just(0) | maybe,
 )
 runs = st.builds(
@@ -456,7 +446,6 @@ runs = st.builds(
     reduction=st.sampled_from(["fast", "exact"]),
     device=st.sampled_from(["auto", "cpu", "cuda"]),
     num_microbatches=maybe,
-    sync_batchnorm=st.booleans(),
     has_comm_hook=st.booleans(),
     ddp=st.builds(DdpSection, find_unused_parameters=st.booleans()),
     shard=st.builds(

@@ -256,12 +256,6 @@ ONE_PROBLEM = {
         "train.microbatch_size=32",
         "16 or less",
     ),
-    "inexact statistics": (
-        small(train={"steps": 1, "sync_batchnorm": True, "reduction": "exact"}),
-        "PL427",
-        "train.sync_batchnorm=true",
-        'reduction="fast"',
-    ),
     "scaling without base": (
         small(optimizer={"lr_scaling": "linear"}),
         "PL109",

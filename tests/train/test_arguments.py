@@ -112,7 +112,6 @@ def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
         "microbatch_size",
         "clip_norm",
         "seed",
-        "sync_batchnorm",
         "loss_over",
         "comm_hook",
         "ema",

@@ -236,7 +236,6 @@ def test_threads_do_not_follow_from_the_ranks(caplog: pytest.LogCaptureFixture) 
     ("settings", "code", "seen"),
     [
         ({"comm_hook": (None, allreduce_hook)}, "PL426", "comm_hook"),
-        ({"sync_batchnorm": True}, "PL427", "sync_batchnorm"),
         ({"reduction": "exakt"}, "PL400", "exakt"),
     ],
 )

@@ -198,7 +198,6 @@ def refuse(world: Any, settings: dict[str, Any]) -> None:
         (2, {"islands": {"count": 3}}, "PL670", "dp_replicate to 3 or a multiple"),
         (2, {"layout": "dp_shard=2"}, "PL670", "dp_replicate to 4"),
         (2, {"layout": "cp=2"}, "PL670", "cp=1"),
-        (1, {"sync_batchnorm": True, "reduction": "fast"}, "PL671", "sync_batchnorm"),
         (1, {"ema": 0.9}, "PL671", "ema"),
         (1, {"checkpoint_mode": "sharded"}, "PL671", "checkpoint_mode"),
         (1, {"islands": SETTINGS | {"codec": "int8"}, "dtype": "fp64"}, "PL671", "fp32"),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.errors import PacelineError
-from paceline.train.building import sync_batchnorm_error
 from paceline.train.trainer import Trainer
 from paceline.world import start
 from tests.dist.pool import Pool, RankError
@@ -201,11 +200,6 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         lambda: build(model=nn.Linear(3, 2).requires_grad_(False)),
         "none of the 2 parameters",
     ),
-    "sync_batchnorm without any": (
-        "PL149",
-        lambda: build(sync_batchnorm=True, reduction="fast"),
-        "without BatchNorm",
-    ),
     # ---- batches and losses
     "a loader for data": (
         "PL648",
@@ -333,20 +327,13 @@ def test_ranks_at_different_steps_are_reported(ranks: Pool) -> None:
     assert all("[PL430]" in text for text in texts.values())
 
 
-def synchronised(world: Any, global_batch_size: int) -> None:
-    trainer = build(microbatch_size=2, forward=lambda model, batch: model(batch[0]))
-    # SyncBatchNorm itself needs CUDA; what is checked before doesn't.
-    trainer._sync_batchnorm = True
-    for share in trainer.loader(data(6), global_batch_size=global_batch_size):
-        trainer.step(share)
+def synchronised(world: Any) -> None:
+    build(model=nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2)))
 
 
-def test_synchronised_batchnorm_wants_one_microbatch_per_rank(ranks: Pool) -> None:
-    with pytest.raises(RankError, match=r"8 samples in microbatches of 2 on 2 ranks.*PL424"):
-        ranks.run(synchronised, args=(8,))
-    with pytest.raises(RankError, match=r"2 samples in microbatches of 2 on 2 ranks.*PL424"):
-        ranks.run(synchronised, args=(4,))  # the ragged end
-    assert "drop_last" in str(sync_batchnorm_error(8, 2, 2))
+def test_synchronised_batchnorm_is_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"1 is an nn.SyncBatchNorm.*PL422"):
+        ranks.run(synchronised)
 
 
 # ---- a run's folder of something else

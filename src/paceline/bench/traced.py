@@ -36,7 +36,6 @@ from paceline.plan.parameters import Parameter
 from paceline.recipe import Rules
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.torch_seams.fake import FakeTensorMode
-from paceline.torch_seams.modules import BatchNormBase
 from paceline.torch_seams.trees import tree_leaves
 from paceline.train.building import call_model
 
@@ -167,7 +166,6 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
         max_rows=max((p.shape[0] for p in model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
         num_cuts=len(blocks),
-        has_batchnorm=any(isinstance(module, BatchNormBase) for module in model.modules()),
         num_experts=count_experts(model),
     )
     run_facts = RunFacts(

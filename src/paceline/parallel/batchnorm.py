@@ -27,8 +27,7 @@ from paceline.torch_seams.modules import BatchNormBase, own_buffers
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of some modules, and the choices of their routers.
 
-    Layers in eval mode, layers without running statistics, and `SyncBatchNorm` (whose statistics are the same
-    on all ranks anyway) are not changed.
+    Layers in eval mode and layers without running statistics are not changed.
 
     Usage per step: `begin()`; for each microbatch `start_microbatch()`, forward,
     `read_microbatch()`; then `merge(...)` with the rows of all microbatches, or `restore()`.
@@ -56,7 +55,6 @@ class RunningStatistics:
             for module in self._modules
             for layer in module.modules()
             if isinstance(layer, BatchNormBase)
-            and not isinstance(layer, nn.SyncBatchNorm)
             and layer.track_running_stats
             and layer.running_mean is not None
         ]

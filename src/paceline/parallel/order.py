@@ -57,7 +57,6 @@ class Settings:
         exact: whether to sum gradients in an order that does not depend on dp.
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
         compress: the settings of the compression, if gradients are compressed.
-        sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
@@ -72,7 +71,6 @@ class Settings:
     exact: bool = False
     comm_hook: tuple[Any, CommHook] | None = None
     compress: CompressSettings | None = None
-    sync_batchnorm: bool = False
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
     tp_plan: Mapping[str, str] | None = None
@@ -133,7 +131,7 @@ def parallelize(
         construction: the source of the values of a model on the meta device.
 
     Raises:
-        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL425 for sparse
+        PacelineError: PL420 with nothing to train, PL422 for `nn.SyncBatchNorm`, PL425 for sparse
             gradients, PL440 to PL449 for models that cannot be sharded, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
             divide, PL655 to PL667 for experts that ep cannot share out.
@@ -143,9 +141,8 @@ def parallelize(
     layout = settings.layout
     if layout.divides_model or layout.cp > 1 or layout.recompute != "none":
         _refuse_scripts(model, layout)
-    if settings.sync_batchnorm:
-        # First: it replaces modules, and every later step keeps references to modules or parameters.
-        _synchronise_batchnorm(model, mesh)
+    if mesh is not None:
+        _refuse_synchronised(model)
     if mesh is not None and construction is None:
         # Before any rank drops parts that another one keeps: rank 0's weights are broadcast.
         align_with_main(model)
@@ -477,17 +474,13 @@ def _compile_module(module: nn.Module) -> None:
     set_compiled_call(module, compiled(module, torch.compile(forward)))
 
 
-def _synchronise_batchnorm(model: nn.Module, mesh: Mesh | None) -> None:
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        raise PacelineError(
-            "PL422",
-            saw=f"sync_batchnorm is on, the model is on {device.type}.",
-            rule="torch's SyncBatchNorm has CUDA kernels only.",
-            fix="Leave sync_batchnorm off: statistics are then per microbatch, the same on every layout.",
-        )
-    group = mesh.dp.group if mesh is not None else None
-    for name, child in model.named_children():
-        converted = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)  # type: ignore[no-untyped-call]
-        setattr(model, name, converted)
-    log.info("sync_batchnorm: statistics over all ranks")
+def _refuse_synchronised(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PacelineError(
+                "PL422",
+                saw=f"{name or 'the model'} is an nn.SyncBatchNorm.",
+                rule="Its statistics are of the microbatches that ranks happen to run at once, so results "
+                "would depend on the number of ranks.",
+                fix="Use nn.BatchNorm: its statistics are per microbatch, the same on every layout.",
+            )

@@ -36,7 +36,6 @@ class ModelFacts:
         max_rows: the largest first dimension among its parameters: dp_shard divides these.
         num_blocks: repeated blocks, which recompute works on.
         num_cuts: places at which pp can cut it, each before the call of a block.
-        has_batchnorm: whether statistics over samples belong to it.
         num_experts: of each mixture, or their greatest common divisor; 0 for a model without mixtures.
         has_router: whether it sorts the tokens of a microbatch, among all positions.
     """
@@ -50,7 +49,6 @@ class ModelFacts:
     max_rows: int | None = None
     num_blocks: int | None = None
     num_cuts: int | None = None
-    has_batchnorm: bool | None = None
     num_experts: int | None = None
     has_router: bool | None = None
 
@@ -64,7 +62,6 @@ class RunFacts:
         reduction: as `train.reduction`.
         device: as `train.device`; `"auto"` is "not known".
         num_microbatches: of a global batch, if known.
-        sync_batchnorm: as `train.sync_batchnorm`.
         has_comm_hook: whether the user gave a communication hook.
         ddp: settings of the replication.
         shard: settings of the sharding.
@@ -75,7 +72,6 @@ class RunFacts:
     reduction: str = "exact"
     device: str = "auto"
     num_microbatches: int | None = None
-    sync_batchnorm: bool = False
     has_comm_hook: bool = False
     ddp: DdpSection = field(default_factory=DdpSection)
     shard: ShardSection = field(default_factory=ShardSection)
@@ -93,7 +89,6 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
         reduction=train.reduction,
         device=train.device,
         num_microbatches=-(-train.global_batch_size // train.microbatch_size),
-        sync_batchnorm=train.sync_batchnorm,
         ddp=recipe.ddp,
         shard=recipe.shard,
         compile=train.compile,
@@ -135,7 +130,6 @@ def _read_transformer(model: DecoderFields | EncoderModel, data: TextData | Mask
         max_rows=None if vocab_size is None else max(vocab_size, *rows),
         num_blocks=model.layers,
         num_cuts=model.layers,
-        has_batchnorm=False,
         num_experts=model.experts if isinstance(model, MoeModel) else 0,
         has_router=isinstance(model, MoeModel),
     )
@@ -151,6 +145,5 @@ def _read_resnet(model: ResnetModel) -> ModelFacts:
         max_rows=max(NUM_CLASSES, model.width * 2 ** (len(model.blocks) - 1)),
         num_blocks=sum(model.blocks),
         num_cuts=sum(model.blocks),
-        has_batchnorm=True,
         num_experts=0,
     )

@@ -61,7 +61,6 @@ SETTINGS = (
     RecipeKey("train.device", may_change=_BITS),
     RecipeKey("train.clip_norm", "clip_norm", names=("clip_norm",)),
     RecipeKey("train.seed", "seed", names=("seed",)),
-    RecipeKey("train.sync_batchnorm", "sync_batchnorm", names=("sync_batchnorm",)),
     RecipeKey("train.compile", "compile", may_change="changes last bits only"),
     RecipeKey("train.max_skipped_in_a_row", "max_skipped_in_a_row", may_change=_LIMIT),
     RecipeKey("train.timeout_s", may_change=_LIMIT),

@@ -328,8 +328,6 @@ class TrainSection(Section):
     """Device of the ranks. `"auto"`: CUDA if there is a device for every local rank, otherwise the CPU."""
     timeout_s: PositiveFloat = 600.0
     """Seconds after which a collective that not all ranks have joined is an error."""
-    sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over all ranks' samples. Needs CUDA and one microbatch per rank."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainSection:
@@ -340,14 +338,6 @@ class TrainSection(Section):
                 f"train.global_batch_size={self.global_batch_size}.",
                 "A global batch is divided into microbatches.",
                 f"Set microbatch_size to {self.global_batch_size} or less.",
-            )
-        if self.sync_batchnorm and self.reduction == "exact":
-            raise broken_rule(
-                "PL427",
-                'train.sync_batchnorm=true with train.reduction="exact".',
-                "SyncBatchNorm adds up statistics in an order that depends on the number of ranks.",
-                "Set train.sync_batchnorm=false (statistics are then those of each microbatch), or "
-                'train.reduction="fast".',
             )
         if self.patience and not self.eval_every:
             raise broken_rule(

@@ -81,7 +81,6 @@ class Arguments:
     compress: CompressSection | Mapping[str, Any] | None
     islands: IslandsSection | Mapping[str, Any] | None
     comm_hook: tuple[Any, CommHook] | None
-    sync_batchnorm: bool
     compile: bool
     ema: float | Mapping[str, float] | None
     max_skipped_in_a_row: int
@@ -131,14 +130,13 @@ class Arguments:
         """Raise if arguments contradict each other.
 
         Raises:
-            PacelineError: PL415, PL423, PL426, PL427, PL958 to PL960.
+            PacelineError: PL415, PL423, PL426, PL516, PL958 to PL960.
         """
         self.choose_compression(layout)
-        check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
+        check_loss_over(self.loss_over, has_step=self.step is not None)
         check_reduction(
             self.reduction,
             comm_hook=self.comm_hook,
-            sync_batchnorm=self.sync_batchnorm,
         )
         if isinstance(self.model, Mapping):
             check_several(layout)
@@ -194,7 +192,6 @@ class Arguments:
             exact=self.reduction == "exact",
             comm_hook=self.comm_hook,
             compress=compress,
-            sync_batchnorm=self.sync_batchnorm,
             compile=self.compile,
             example=example,
             tp_plan=self.tp_plan,

@@ -27,7 +27,6 @@ from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
 from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.seeds import derive_seed
-from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.foreign import refuse_compiled
 from paceline.train.kernels import REGISTER, rounds_by_place
@@ -210,14 +209,12 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     model = ModelFacts(
         max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
-        has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
         num_experts=count_experts(built.model, choose_experts(built.model, settings.experts)),
     )
     run = RunFacts(
         dtype=precision.name,
         reduction="exact" if settings.exact else "fast",
         device=precision.device.type,
-        sync_batchnorm=settings.sync_batchnorm,
         has_comm_hook=settings.comm_hook is not None,
         ddp=DdpSection(**asdict(settings.ddp)),
         shard=ShardSection(**asdict(settings.shard)),
@@ -292,22 +289,21 @@ def check_functions(
             )
 
 
-def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> None:
+def check_loss_over(loss_over: str, *, has_step: bool) -> None:
     """Raise PL415 if the loss cannot be computed on the whole global batch."""
     if loss_over == "microbatch":
         return
-    for other, is_there in (("step=", has_step), ("sync_batchnorm", sync_batchnorm)):
-        if is_there:
-            raise PacelineError(
-                "PL415",
-                saw=f'loss_over="global_batch" with {other}.',
-                rule="The forward of one model runs twice per step, with its loss in between.",
-                fix=f"Leave {other} out, or compute the loss on microbatches.",
-            )
+    if has_step:
+        raise PacelineError(
+            "PL415",
+            saw='loss_over="global_batch" with step=.',
+            rule="The forward of one model runs twice per step, with its loss in between.",
+            fix="Leave step= out, or compute the loss on microbatches.",
+        )
 
 
-def check_reduction(reduction: str, *, comm_hook: tuple[Any, Any] | None, sync_batchnorm: bool) -> None:
-    """Raise PL516 for a hook with state, and PL426 or PL427 for what makes the exact reduction inexact."""
+def check_reduction(reduction: str, *, comm_hook: tuple[Any, Any] | None) -> None:
+    """Raise PL516 for a hook with state, and PL426 for one in place of the exact reduction."""
     if comm_hook is not None and not isinstance(comm_hook[0], dist.ProcessGroup | None):
         raise PacelineError(
             "PL516",
@@ -323,13 +319,6 @@ def check_reduction(reduction: str, *, comm_hook: tuple[Any, Any] | None, sync_b
             rule="The exact reduction replaces a communication hook: what a hook compresses or averages "
             "depends on the number of ranks.",
             fix='Leave comm_hook out, or use reduction="fast".',
-        )
-    if reduction == "exact" and sync_batchnorm:
-        raise PacelineError(
-            "PL427",
-            saw='sync_batchnorm with reduction="exact".',
-            rule="SyncBatchNorm sums statistics in an order that depends on the number of ranks.",
-            fix='Leave sync_batchnorm off (statistics are then those of each microbatch), or use "fast".',
         )
 
 
@@ -350,19 +339,6 @@ def check_numbers(**limits: tuple[float | None, int]) -> None:
                 rule=f"It is a number of at least {least}.",
                 fix=f"Set {name} to {least} or more, or leave it out.",
             )
-
-
-def sync_batchnorm_error(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
-    """Return the error for statistics over ranks that do not run exactly one microbatch each."""
-    return PacelineError(
-        "PL424",
-        saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "
-        f"{world_size} ranks.",
-        rule="Statistics over ranks need every rank to run exactly one microbatch at the same time; with "
-        "accumulation, they would cover neither the microbatch nor the global batch.",
-        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last=True, or turn "
-        "sync_batchnorm off.",
-    )
 
 
 def _check_kernels(optimizer: torch.optim.Optimizer, layout: Layout) -> None:

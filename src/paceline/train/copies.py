@@ -113,7 +113,7 @@ class Copies:
         self._statistics = [
             (f"{own}.{key}", buffer)
             for own, module in model.named_modules()
-            if isinstance(module, BatchNormBase) and not isinstance(module, nn.SyncBatchNorm)
+            if isinstance(module, BatchNormBase)
             for key, buffer in module.named_buffers(recurse=False)
         ]
         self._mesh = mesh

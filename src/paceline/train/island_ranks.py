@@ -163,7 +163,6 @@ def _refuse_arguments(given: Arguments, count: int) -> None:
     several = isinstance(given.model, Mapping)
     for name, is_there, reason in (
         ("several models", several, "An island has one model and one optimizer."),
-        ("sync_batchnorm", given.sync_batchnorm, "Islands have BatchNorm statistics of their own."),
         ("compress", given.has_compression, "islands.codec encodes what islands exchange."),
         ("comm_hook", given.comm_hook is not None, "A hook replaces the sum over all ranks."),
         ("ema", bool(given.ema), "Global weights change only when islands exchange."),

@@ -139,7 +139,6 @@ class TrainedModels:
         """Make steps inside the context compute this rank's share without communication, to measure its cost.
 
         The ranks' weights diverge, so the trainer can then only be used for measuring: `save` raises PL433.
-        `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.
         """
         self._went_apart = True
         with ExitStack() as stack:

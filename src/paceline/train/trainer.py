@@ -73,7 +73,7 @@ class Trainer(Training[Share]):
             does not depend on the number of ranks, so the weights have the same bits on any number of them.
             It uses one CPU thread per rank unless `start(threads_per_rank=...)` sets another number, because
             the thread count changes bits too. `"fast"` uses accumulation and the library's all-reduce; it is
-            required for `comm_hook` and `sync_batchnorm`.
+            required for `comm_hook`.
         microbatch_size: samples per forward. It affects the result, because dropout and BatchNorm see
             microbatches, so it never depends on the number of ranks. Default: an eighth of the global batch.
         loss_over: `"microbatch"` computes the loss on each microbatch and adds up the results.
@@ -85,7 +85,6 @@ class Trainer(Training[Share]):
         ddp, compress, islands: as the recipe's sections of these names, for example `islands={"count": 2}`.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook` that averages; the state
             is `None` or a process group.
-        sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
         ema: decay of an average of the weights, updated after every step that is not skipped, and saved. See
             `average`. For named models, a number for all of them or a dict.
@@ -131,7 +130,6 @@ class Trainer(Training[Share]):
         compress: CompressSection | Mapping[str, Any] | None = None,
         islands: IslandsSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
-        sync_batchnorm: bool = False,
         compile: bool = False,
         ema: float | Mapping[str, float] | None = None,
         max_skipped_in_a_row: int = 10,

@@ -342,13 +342,6 @@ def _empty_like(parameter: Tensor) -> Tensor:
 
 def _refuse_layers(model: nn.Module, layout: Layout) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise PacelineError(
-                "PL492",
-                saw=f"{name or 'the model'} is an nn.SyncBatchNorm, with layout.pp={layout.pp}.",
-                rule="It exchanges statistics with all ranks, of which only those of its stage run it.",
-                fix="Use nn.BatchNorm: its statistics are per microbatch, the same on every layout.",
-            )
         children = dict(module.named_children())
         if "_orig_mod" in children or read_compiled_call(module) is not None:
             raise PacelineError(

@@ -29,7 +29,7 @@ from paceline.recipe.rules.remarks import (
     settings_wait_for_ranks,
     vocabulary_stays_whole,
 )
-from paceline.recipe.rules.replicas import batchnorm_is_there, replication_applies
+from paceline.recipe.rules.replicas import replication_applies
 from paceline.recipe.rules.shards import (
     offload_has_shards,
     recompute_has_blocks,
@@ -53,7 +53,6 @@ RULES: tuple[Rule, ...] = (
     shards_have_rows,
     shard_settings_apply,
     replication_applies,
-    batchnorm_is_there,
     stages_have_blocks,
     stages_go_with,
     context_divides_heads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.finding import Finding
-from paceline.recipe.axes import list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
 from paceline.recipe.rules.words import list_changed, name_degrees
@@ -35,26 +34,3 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
     if run.has_comm_hook:
         fix = "Leave the hook out, or use dp_replicate for these ranks."
         yield Finding("PL142", "comm_hook", f"comm_hook is given {why}", rule, fix)
-
-
-def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield `sync_batchnorm` that does not apply: it synchronises over ranks with different samples."""
-    if not run.sync_batchnorm:
-        return
-    if model.has_batchnorm is False:
-        yield Finding(
-            "PL149",
-            "train.sync_batchnorm",
-            "train.sync_batchnorm=true for a model without BatchNorm.",
-            "It gathers BatchNorm's statistics over all ranks, and this model has none.",
-            "Leave sync_batchnorm out.",
-        )
-    elif layout.dp == 1 and layout.num_ranks > 1:
-        yield Finding(
-            "PL149",
-            "train.sync_batchnorm",
-            f"train.sync_batchnorm=true with {name_degrees(layout, shares_data=False)} and one data rank.",
-            "It gathers BatchNorm's statistics over "
-            f"{' and '.join(list_axes(shares_data=True))}; the other ranks have the same samples.",
-            "Leave sync_batchnorm out, or set dp_replicate=2 or more.",
-        )

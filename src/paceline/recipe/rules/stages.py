@@ -58,15 +58,13 @@ def _check_stages(layout: Layout, num_stages: int) -> Iterator[Finding]:
     found = layout.stages_by_hand
     if not found:
         return
-    expected = num_stages if isinstance(found[0], int) else num_stages - 1
-    if len(found) != expected:
-        what = "numbers of blocks" if isinstance(found[0], int) else "names"
+    if len(found) != num_stages - 1:
         yield Finding(
             "PL497",
             "layout.stages",
-            f'layout.stages="{layout.stages}" has {len(found)} {what} for {num_stages} stages.',
-            "Give the number of blocks of every stage, or the first module of every stage but the first.",
-            f"Give {num_stages} numbers, or {num_stages - 1} names.",
+            f'layout.stages="{layout.stages}" has {len(found)} names for {num_stages} stages.',
+            "Give the first module of every stage but the first.",
+            f"Give {num_stages - 1} names.",
         )
 
 
@@ -90,13 +88,6 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "A stage is gathered as a whole, in the type of the model; prefetch is the only setting of "
             "[shard] that it supports.",
             "Leave these settings out, or set pp=1.",
-        ),
-        (
-            run.sync_batchnorm,
-            "train.sync_batchnorm",
-            "train.sync_batchnorm=true",
-            "Its collectives would be in the middle of a stage's work.",
-            "Leave it out: statistics are then per microbatch, the same on every layout.",
         ),
         (
             run.compile and layout.schedule in DIVIDED,

@@ -143,6 +143,7 @@ class Saver:
             gathered["islands"] = self._islands.state_dict()
 
         def describe() -> dict[str, Any]:
+            start.check_folder()
             state = self._describe_state(counters)
             return state | {"tracked": self.tracked.loaded} | gathered
 
@@ -188,6 +189,7 @@ class Saver:
         needed = NeededResiduals(self._updates, self._world.rank, self._world.world_size)
 
         def read() -> Any:
+            start.open()
             if start.newest is None:
                 return None
             loaded = open_usable(start.newest)
