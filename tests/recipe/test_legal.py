@@ -252,16 +252,6 @@ IMPOSSIBLE = {
     "more shards than rows": Case(
         RESNET, "dp_shard=128", 128, "PL144", "more than 64 rows", "hold nothing", "dp_shard=64"
     ),
-    "statistics that aren't there": Case(
-        GPT,
-        "dp_replicate=2",
-        2,
-        "PL149",
-        "without BatchNorm",
-        "has none",
-        "out",
-        ("train.sync_batchnorm=true", "train.reduction=fast"),
-    ),
 }
 
 
