@@ -84,15 +84,12 @@ def test_a_loss_that_does_not_come_from_the_model_is_named(ranks: Pool, exact: b
 
 def refusal(world: Any, kind: str) -> str:
     model = Toy()
-    settings: dict[str, Any] = {}
     if kind == "strided":
         model.places.data = model.places.data.t().contiguous().t()
     if kind == "dtypes":
         model.blocks[1].up.float()
-    if kind == "zero":
-        settings["reshard_after_forward"] = True
     with pytest.raises(PacelineError) as caught:
-        build_shards(world, "dp_shard=2 zero=2", model, **settings)
+        build_shards(world, "dp_shard=2 zero=2", model)
     return str(caught.value)
 
 
@@ -100,7 +97,6 @@ def test_refusals_name_the_parameter(ranks: Pool) -> None:
     for kind, words in {
         "strided": ["places", "channels_last", "PL440"],
         "dtypes": ["blocks.1.gain is float64", "blocks.1.up.weight is float32", "PL442"],
-        "zero": ["zero=2", "reshard_after_forward", "PL446"],
     }.items():
         for message in ranks.run(refusal, 2, (kind,)):
             assert all(word in message for word in words), message

@@ -57,7 +57,6 @@ def test_changes_are_listed_with_old_and_new() -> None:
         "layout.tp=2",
         "layout.offload=cpu",
         "shard.prefetch=0",
-        "shard.reshard_after_forward=false",
         "ddp.bucket_cap_mb=1.0",
         "loader.num_workers=2",
         "checkpoint.every=1",

@@ -97,7 +97,6 @@ layout = sections(
 shard = sections(
     {},
     {
-        "reshard_after_forward": st.booleans() | st.just("auto"),
         "prefetch": st.integers(0, 10),
         "param_dtype": st.sampled_from(["none", "bf16", "fp16"]),
         "reduce_dtype": st.sampled_from(["auto", "fp32"]),

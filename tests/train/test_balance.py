@@ -11,7 +11,7 @@ import torch
 from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.errors import PacelineError
-from paceline.models.moe import Balance, ask_experts, count_choices, limit_choices
+from paceline.models.moe import Balance, count_choices
 from paceline.parallel.experts.balance import Choices
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
@@ -109,61 +109,29 @@ def test_a_rate_needs_a_bias() -> None:
         parse(table)
 
 
-KEYS = {"balance": "global", "capacity_factor": 0.75}
+KEYS = {"balance": "global"}
 
 
-def train_limited(world: Any, table: dict[str, Any], layout: str) -> Any:
+def train_global(world: Any, table: dict[str, Any], layout: str) -> Any:
     recipe = parse_recipe(table, list_settings(layout))
     data = build_data(recipe)
     trainer = build_trainer(recipe, data, 4)
     steps = [trainer.step(share) for share in build_loader(recipe, trainer, data.train, train=True)]
     state = trainer.whole_state()
     trainer.close()
-    numbers = [(step.loss, step.grad_norm, step.dropped_choices) for step in steps]
+    numbers = [(step.loss, step.grad_norm) for step in steps]
     last = [value.tolist() for name, value in state.items() if name.endswith("balance.last")]
     return numbers, last, hash_tensors(state) if world.is_main else ""
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_limits_and_the_last_global_batch_are_the_same_on_every_layout(
-    ranks: Pool, tmp_path: Path, dtype: str
-) -> None:
+def test_the_last_global_batch_is_the_same_on_every_layout(ranks: Pool, tmp_path: Path, dtype: str) -> None:
     table = biased_table(tmp_path, **KEYS)
     table["train"] |= {"dtype": dtype}
-    alone = ranks.run(train_limited, 1, (table, ""))[0]
-    assert all(dropped > 0 for _, _, dropped in alone[0])
+    alone = ranks.run(train_global, 1, (table, ""))[0]
     assert sum(alone[1][0]) % (32 * 2) == 0, "2 choices for each of 32 tokens of every sample"
     for layout, num_ranks in LAYOUTS.items():
-        assert ranks.run(train_limited, num_ranks, (table, layout))[0] == alone, layout
-
-
-def test_first_choices_and_early_tokens_are_taken_first() -> None:
-    chosen = torch.tensor([[0, 1], [1, 0], [0, 1], [0, 2]])
-    tokens = torch.arange(1.0, 5.0).reshape(4, 1)
-    counts = count_choices(chosen, 3)
-    assert counts.tolist() == [4, 3, 1]
-    taken = limit_choices(chosen, counts, 0.75)  # of 8 / 3, rounded up
-    assert taken.tolist() == [2, 2, 1]
-    seen = []
-
-    def answer(rows: torch.Tensor) -> torch.Tensor:
-        seen.append(rows.flatten().tolist())
-        return 10 * rows
-
-    answers = ask_experts(tokens, chosen, answer, taken).squeeze(-1)
-    assert seen == [[1.0, 3.0, 1.0, 2.0, 4.0]], "sorted by expert, without what is dropped"
-    assert answers.tolist() == [[10.0, 10.0], [20.0, 0.0], [30.0, 0.0], [0.0, 40.0]]
-
-
-def test_a_limit_that_drops_nothing_changes_nothing() -> None:
-    from tests.models.test_moe import build
-
-    x, found = torch.randn(1, 6, 32, requires_grad=True), []
-    for keys in ({}, {"capacity_factor": 4.0}):
-        mixture = build(**keys).layers[1].mlp
-        output = mixture(x)[0]
-        found.append((output, *torch.autograd.grad(output.sum(), [x, *mixture.parameters()])))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        assert ranks.run(train_global, num_ranks, (table, layout))[0] == alone, layout
 
 
 def test_the_loss_takes_the_shares_of_the_last_global_batch() -> None:
@@ -182,8 +150,6 @@ def test_the_loss_takes_the_shares_of_the_last_global_batch() -> None:
 @pytest.mark.parametrize(
     ("keys", "code", "words"),
     [
-        ({"capacity_factor": 0.0001}, "PL663", "less than one token"),
-        ({"capacity_factor": -1}, "PL1", "capacity_factor"),
         ({"balance": "global", "balance_loss": 0}, "PL664", "switches it off"),
         ({"balance": "batch"}, "PL1", "balance"),
         ({"experts_per_token": 9}, "PL650", "experts_per_token=9"),

@@ -394,9 +394,6 @@ CASES: dict[str, Case] = {
         "Name one of 0.experts",
         num_ranks=2,
     ),
-    "capacity below one token": Case(
-        check("", capacity_factor=0.001), "PL663", "capacity_factor=0.001", "Set capacity_factor to"
-    ),
     "a rate without a bias": Case(check("", bias_rate=0.01), "PL660", "bias_rate=0.01", 'balance = "bias"'),
     "balance by bias of a model without one": Case(
         check("", kind="gpt", balance="bias"), "PL100", "model.balance", 'kind="moe"'

@@ -66,8 +66,6 @@ class Sizes:
         num_moments: numbers of optimizer state per parameter number.
         num_in_blocks: those of matrices in blocks, if they differ.
         num_microbatches: those that the rank computes per step.
-        keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is
-            3.
         exact: whether gradients are added in the exact order.
         gradient: bytes of a number of a gradient, if they differ from the parameter's.
     """
@@ -77,7 +75,6 @@ class Sizes:
     num_moments: int = 2
     num_in_blocks: int | None = None
     num_microbatches: int = 1
-    keeps_gathered: bool | None = None
     exact: bool = False
     gradient: int | None = None
 
@@ -117,7 +114,7 @@ def plan_memory(
         matrices = sum(count_own(p.divide(layout.tp), num_shards) for p in cut if p.is_matrix_in_block)
         fewer = sizes.num_moments - sizes.num_in_blocks
         optimizer -= (matrices + experts) * sizes.parameter * fewer
-    keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+    keeps = layout.zero < 3
     accumulates = sizes.num_microbatches > 1
     held = _count_held(layout, sizes) * (padded // num_shards) * sizes.gradient_bytes
     if sizes.num_microbatches > 1 and not sizes.exact:
@@ -196,7 +193,6 @@ def read_sizes(recipe: Recipe) -> Sizes:
         gathered=width if shard.param_dtype == "none" else 2,
         num_moments=NUM_MOMENTS[kind],
         num_in_blocks=1 if kind == "muon" else None,
-        keeps_gathered=None if shard.reshard_after_forward == "auto" else not shard.reshard_after_forward,
         exact=train.reduction == "exact",
     )
 

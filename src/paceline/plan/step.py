@@ -348,10 +348,10 @@ class _Rank:
 
     def count_data(self, works: list[_PartTime], num: int) -> float:
         """Return the exposed seconds of a step without pp."""
-        layout, sizes = self.layout, self.step.costs.sizes
+        layout = self.layout
         gathers = self._list_gathers()
         sums = self._list_sums()
-        keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+        keeps = layout.zero < 3
         nothing = [0.0] * len(gathers)
         sums_each = layout.dp_shard > 1 and layout.zero > 1
         found = 0.0

@@ -129,7 +129,7 @@ def _list_data_calls(part: ModelPart, costs: ModelCosts, layout: Layout, num: in
     sizes = costs.sizes
     numbers = part.count_own(layout)
     if layout.dp_shard > 1:
-        keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+        keeps = layout.zero < 3
         times = (num if layout.zero == 3 else 1) * (1 if keeps or not part.input_bytes else 2)
         whole = numbers * sizes.gathered + part.frozen_bytes / layout.tp
         yield StepCall("dp_shard", "all_gather", whole, layout.dp_shard, times)

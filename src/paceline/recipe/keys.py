@@ -76,7 +76,6 @@ SETTINGS = (
         names=("compress.slots",),
     ),
     RecipeKey("islands", names=("islands",)),
-    RecipeKey("shard.reshard_after_forward", may_change="memory and speed only"),
     RecipeKey("shard.prefetch", may_change="memory and speed only"),
     RecipeKey("loader", may_change="speed only"),
     RecipeKey("checkpoint", may_change="what is kept, not what is computed"),

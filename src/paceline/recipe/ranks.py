@@ -138,10 +138,6 @@ class ShardSection(Section):
     They affect speed and memory. Only `param_dtype` and `reduce_dtype` affect the result.
     """
 
-    reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Free a block's gathered parameters after its forward and gather them again for its backward. `"auto"`:
-    only with `layout.zero = 3`. With 1 and 2 they stay gathered from a step's first forward to its last
-    backward, and `true` is refused."""
     prefetch: NonNegativeInt = 1
     """Number of blocks whose parameters are gathered ahead, in forward and in backward. Each costs the memory
     of one gathered block."""

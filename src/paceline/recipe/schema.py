@@ -117,10 +117,6 @@ class MoeModel(DecoderFields):
     dense_layers: NonNegativeInt = 0
     """First blocks that have one feed-forward, of width `ffn_hidden`, in place of a mixture; less than
     `layers`."""
-    capacity_factor: PositiveFloat | None = None
-    """Limits the tokens that an expert takes of a microbatch: this factor times the mean, rounded up. Choices
-    beyond it are dropped, second choices before first ones, and later positions before earlier ones (Lepikhin
-    et al. 2020, "GShard", section 2.2). A dropped choice adds nothing to the output. Default: no limit."""
     balance: Literal["loss", "bias", "global"] = "loss"
     """Method that keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert,
     added to the router's probabilities when it chooses, and to nothing else. After each step it rises for
@@ -546,7 +542,6 @@ class Recipe(Section):
             )
         if isinstance(self.model, HfModel) and (parts := self.model.find_broken(self.data)):
             raise broken_rule(*parts)
-        self._check_capacity()
         if self.train.steps is not None and (parts := self.islands.find_broken(self.train.steps)):
             raise broken_rule(*parts)
         if self.train.steps is not None and self.compress.after_steps >= self.train.steps:
@@ -561,21 +556,6 @@ class Recipe(Section):
         except PacelineError as error:
             raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
         return self
-
-    def _check_capacity(self) -> None:
-        if not isinstance(self.model, MoeModel) or not isinstance(self.data, TextData):
-            return
-        factor, num_tokens = self.model.capacity_factor, self.train.microbatch_size * self.data.seq_len
-        mean = num_tokens * self.model.experts_per_token / self.model.experts
-        if factor is not None and factor * mean < 1:
-            raise broken_rule(
-                "PL663",
-                f"model.capacity_factor={factor:g} times the mean of {mean:g} choices per expert is less "
-                "than one token.",
-                f"A microbatch has {self.train.microbatch_size} x {self.data.seq_len} tokens, and each "
-                "expert takes at least one of them.",
-                f"Set capacity_factor to {1 / mean:g} or more; 1.25 is usual.",
-            )
 
     def with_layout(self, layout: Layout, **changed: Section) -> Recipe:
         """Return the recipe with this layout and no other, and with other changed sections by name."""

@@ -245,7 +245,6 @@ def describe_step(
         "data_s": step.data_s,
         "comm_s": step.comm_s,
         "fullest_expert": step.fullest_expert,
-        "dropped_choices": step.dropped_choices,
         "samples_per_s": samples_per_s,
         "tokens_per_s": samples_per_s * tokens_per_sample if tokens_per_sample and samples_per_s else None,
         "flops_per_s": flops_per_s,

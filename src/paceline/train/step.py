@@ -75,13 +75,5 @@ class Step:
         return self._first.fullest_expert
 
     @property
-    def dropped_choices(self) -> int | None:
-        """Number of choices that experts of the global batch did not take, over all mixtures.
-
-        It is `None` without `model.capacity_factor`, and in skipped steps.
-        """
-        return self._first.dropped_choices
-
-    @property
     def _first(self) -> Updated:
         return next(iter(self.updates.values()))

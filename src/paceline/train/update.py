@@ -69,8 +69,6 @@ class Updated:
         comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
         fullest_expert: the share of the choices that the fullest expert got, a mean over the mixtures; `None`
             without mixtures of `paceline.models.moe` and in skipped steps.
-        dropped_choices: the number of choices that experts did not take, over all mixtures; `None` without
-            `capacity_factor` and in skipped steps.
         sums: by microbatch, the values of a loop of the user's own, each weighted sum and its weight.
     """
 
@@ -81,7 +79,6 @@ class Updated:
     stop_signum: int
     comm_s: float
     fullest_expert: float | None = None
-    dropped_choices: int | None = None
     sums: Tensor | None = field(default=None, repr=False, compare=False)
 
 
@@ -414,10 +411,9 @@ class Update:
             self._step_schedule(was_skipped=skipped is not None)
         if self.compression is not None:
             self.compression.settle(keep=skipped is None)
-        choices = self._statistics.choices
-        fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
+        fullest = self._statistics.choices.fullest if skipped is None else None
         return Updated(
-            *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, fullest, dropped),
+            *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, fullest),
             sums=agreed.statistics[:, num_statistics:],
         )
 

@@ -45,10 +45,10 @@ def test_a_mixture_gets_whole_sequences(ranks: Pool, tmp_path: Path, texts: list
 @pytest.mark.parametrize("text", ["cp=2 dp_replicate=2 ep=4", "cp=4 ep=2 cp_by=gather"])
 @pytest.mark.slow
 def test_ranks_may_be_without_tokens(ranks: Pool, tmp_path: Path, text: str) -> None:
-    """6 microbatches on 2 data ranks or 1, with a limit per expert and a bias that the counts move."""
+    """6 microbatches on 2 data ranks or 1, with a bias that the counts move."""
     table = recipe_table(tmp_path)
     table["train"] |= {"microbatch_size": 3, "global_batch_size": 9}
-    table["model"] |= {"capacity_factor": 1.0, "balance": "bias"}
+    table["model"] |= {"balance": "bias"}
     verified = verify_recipe(parse_recipe(table), [resolve_layout(text)], steps=2, run=PoolRunner(ranks))
     assert verified.ok, list(map(str, verified.findings))
 

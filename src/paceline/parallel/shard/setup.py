@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
+from paceline.recipe.ranks import ShardSection
 from paceline.torch_seams.fsdp import check_torch, list_records, unmark
 from paceline.torch_seams.modules import own_parameters
 
@@ -32,19 +33,6 @@ log = logging.getLogger(__name__)
 # more time in further messages than they save in memory.
 _TABLE_BYTES = 16 << 20
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """The settings of `fully_shard`; the recipe's `[shard]` explains each.
-
-    They change speed and memory, not the result, except for `param_dtype` and `reduce_dtype`.
-    """
-
-    reshard_after_forward: bool | Literal["auto"] = "auto"
-    prefetch: int = 1
-    param_dtype: Literal["none", "bf16", "fp16"] = "none"
-    reduce_dtype: Literal["auto", "fp32"] = "auto"
 
 
 @dataclass
@@ -67,7 +55,7 @@ class Unit:
 def apply_sharding(
     model: nn.Module,
     mesh: DeviceMesh,
-    settings: ShardSettings,
+    settings: ShardSection,
     *,
     zero: int,
     offload: str,
@@ -90,10 +78,9 @@ def apply_sharding(
 
     Raises:
         PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that cannot be cut,
-            PL442 for a mix of types, PL446 for settings that contradict `zero`, PL449 if torch lacks a
+            PL442 for a mix of types, PL449 if torch lacks a
             required function.
     """
-    keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
     tables = _find_tables(model, blocks)
     _check_parameters(model, [*blocks, *tables], apart)
@@ -106,7 +93,7 @@ def apply_sharding(
         fully_shard(
             block,
             # The root's parameters are needed again as soon as backward begins.
-            reshard_after_forward=(name, block) in blocks and not keeps,
+            reshard_after_forward=(name, block) in blocks and zero == 3,
             mp_policy=_precision_policy(settings, is_root=not name),
             **arguments,
         )
@@ -178,19 +165,6 @@ def _collect_units(
     return units
 
 
-def _keeps_parameters(settings: ShardSettings, zero: int) -> bool:
-    """Return whether gathered parameters are kept after a forward."""
-    if zero < 3 and settings.reshard_after_forward is True:
-        raise PacelineError(
-            "PL446",
-            saw=f"shard.reshard_after_forward=true with zero={zero}.",
-            rule="With zero = 1 and 2 every rank keeps the parameters for the whole step; only 3 frees "
-            "them between uses.",
-            fix='Use zero=3, or leave shard.reshard_after_forward at "auto".',
-        )
-    return zero < 3 or settings.reshard_after_forward is False
-
-
 def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]], apart: Collection[str]) -> None:
     named = [(name, p) for name, p in model.named_parameters() if name not in apart]
     strided = [name for name, p in named if not p.is_contiguous()]
@@ -224,7 +198,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]], apa
             )
 
 
-def _precision_policy(settings: ShardSettings, *, is_root: bool) -> MixedPrecisionPolicy:
+def _precision_policy(settings: ShardSection, *, is_root: bool) -> MixedPrecisionPolicy:
     param_dtype = _DTYPES[settings.param_dtype]
     wants_fp32 = settings.reduce_dtype == "fp32" or param_dtype is not None
     return MixedPrecisionPolicy(

@@ -81,15 +81,6 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
                 "Set dp_shard=2 or more, or leave them out.",
             )
         return
-    if shard.reshard_after_forward is True and layout.zero < 3:
-        yield Finding(
-            "PL145",
-            "shard.reshard_after_forward",
-            f"shard.reshard_after_forward=true with layout.zero={layout.zero}.",
-            "Only zero=3 shards parameters; 1 and 2 keep them whole from a step's first forward to its last "
-            "backward.",
-            'Set zero=3, or reshard_after_forward="auto".',
-        )
     if shard.param_dtype not in ("none", run.dtype):
         yield Finding(
             "PL130",
