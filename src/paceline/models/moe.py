@@ -1,7 +1,7 @@
 """A decoder whose feed-forwards are mixtures of experts: each token goes through a few of many.
 
 With no shared expert and no dense layers it computes what Hugging Face's `MixtralForCausalLM` does. Each
-expert takes all tokens that choose it, unless `capacity_factor` limits them.
+expert takes all tokens that choose it.
 
 Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al. 2021, "Switch
 Transformers", section 2.2 (auxiliary loss); Jiang et al. 2024, "Mixtral of Experts", section 2.1 (weights
@@ -10,7 +10,6 @@ normalised over the chosen); Dai et al. 2024, "DeepSeekMoE", section 3.2 (shared
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -113,12 +112,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.num_choices = section.experts_per_token
         rate = section.bias_rate or DEFAULT_RATE
-        self.capacity_factor = section.capacity_factor
         self.balance = Balance(
             section.experts,
             rate if section.balance == "bias" else 0.0,
             remembers=section.balance == "global",
-            drops=section.capacity_factor is not None,
         )
         self.gate = nn.Linear(section.hidden, section.experts, bias=False)
         inner = section.expert_hidden or default_ffn_hidden(section.hidden)
@@ -144,13 +141,8 @@ class Mixture(nn.Module):
         weights = chances.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
         counts = count_choices(chosen, self.gate.out_features)
-        if self.capacity_factor is None:
-            self.balance.note(counts)
-            answers = ask_experts(tokens, chosen, lambda rows: self.experts(rows, counts))
-        else:
-            taken = limit_choices(chosen, counts, self.capacity_factor)
-            self.balance.note(counts, chosen.numel() - taken.sum())
-            answers = ask_experts(tokens, chosen, lambda rows: self.experts(rows, taken), taken)
+        self.balance.note(counts)
+        answers = ask_experts(tokens, chosen, lambda rows: self.experts(rows, counts))
         output = (answers * weights.unsqueeze(-1).type_as(answers)).sum(1).view_as(x)
         if self.shared is not None:
             output = output + self.shared(x)
@@ -167,11 +159,9 @@ class Balance(nn.Module):
         num_experts: of the mixture.
         rate: how far the bias moves per step; 0 for no bias.
         remembers: whether the auxiliary loss takes the choices of the last global batch.
-        drops: whether choices may be dropped.
 
     Attributes:
-        counts: how often each expert was chosen since the trainer set it to `None`, int64 [num_experts]; with
-            `drops`, one number more: how many choices were dropped.
+        counts: how often each expert was chosen since the trainer set it to `None`, int64 [num_experts].
         bias: added to the probabilities to choose by; `None` for none.
         last: the choices of the last global batch, int64 [num_experts]; `None` unless they are remembered.
     """
@@ -179,20 +169,13 @@ class Balance(nn.Module):
     bias: Tensor | None
     last: Tensor | None
 
-    def __init__(
-        self, num_experts: int, rate: float, *, remembers: bool = False, drops: bool = False
-    ) -> None:
+    def __init__(self, num_experts: int, rate: float, *, remembers: bool = False) -> None:
         super().__init__()
-        self.num_experts, self.rate, self.drops = num_experts, rate, drops
+        self.num_experts, self.rate = num_experts, rate
         self.counts: Tensor | None = None
         self.register_buffer("bias", torch.zeros(num_experts) if rate else None)
         last = torch.zeros(num_experts, dtype=torch.int64) if remembers else None
         self.register_buffer("last", last)
-
-    @property
-    def num_counts(self) -> int:
-        """The length of `counts`."""
-        return self.num_experts + self.drops
 
     def forward(self, chances: Tensor) -> Tensor:
         """Return the numbers by which to choose, [tokens, num_experts], from probabilities."""
@@ -206,11 +189,9 @@ class Balance(nn.Module):
         over = torch.where(self.last.sum() > 0, self.last, counts)
         return over / over.sum()
 
-    def note(self, counts: Tensor, num_dropped: Tensor | None = None) -> None:
+    def note(self, counts: Tensor) -> None:
         """Add the choices of a forward in training to `counts`; trial forwards make none."""
         if self.training and not is_fake(counts):
-            if num_dropped is not None:
-                counts = torch.cat([counts, num_dropped.reshape(1)])
             self.counts = counts if self.counts is None else self.counts + counts
 
     @torch.no_grad()
@@ -239,20 +220,7 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
     return (chosen.reshape(-1, 1) == numbers).sum(0)
 
 
-def limit_choices(chosen: Tensor, counts: Tensor, factor: float) -> Tensor:
-    """Return how many choices each expert takes, int64 [num_experts]: at most a factor times the mean.
-
-    Args:
-        chosen: the numbers of each token's experts, int64 [tokens, choices].
-        counts: how often each expert is chosen, int64 [num_experts].
-        factor: of the mean, which is rounded up.
-    """
-    return counts.clamp(max=math.ceil(factor * chosen.numel() / len(counts)))
-
-
-def ask_experts(
-    tokens: Tensor, chosen: Tensor, answer: Callable[[Tensor], Tensor], taken: Tensor | None = None
-) -> Tensor:
+def ask_experts(tokens: Tensor, chosen: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the answers of its experts to each token, [tokens, choices, width].
 
     Rows are sorted by expert, and in their order within an expert. Each row is moved, never added to another
@@ -262,32 +230,12 @@ def ask_experts(
         tokens: [tokens, width].
         chosen: the numbers of each token's experts, int64 [tokens, choices].
         answer: from rows that are sorted by expert to their answers.
-        taken: how many choices each expert takes, int64 [experts]; by default all. The others are answered
-            with zeros: those of later columns of `chosen`, and in a column those of later tokens.
     """
     num_choices, width = chosen.shape[-1], tokens.shape[-1]
     order = chosen.reshape(-1).argsort(stable=True)
     rows = tokens.unsqueeze(1).expand(-1, num_choices, -1).reshape(-1, width)
-    if taken is None:
-        answers = answer(rows.index_select(0, order))
-    else:
-        kept = _find_kept(chosen, order, taken)
-        found = answer(rows.index_select(0, order.index_select(0, kept)))
-        answers = found.new_zeros(len(rows), found.shape[-1]).index_copy(0, kept, found)
+    answers = answer(rows.index_select(0, order))
     return answers.index_select(0, order.argsort()).view(-1, num_choices, answers.shape[-1])
-
-
-def _find_kept(chosen: Tensor, order: Tensor, taken: Tensor) -> Tensor:
-    """Return the places in `order` of the choices that are kept, in their order."""
-    if is_fake(chosen):
-        return torch.arange(len(order), device=chosen.device)  # a trial forward, for shapes
-    num_tokens, num_choices = chosen.shape
-    # The number of each choice among those of its expert, first columns first.
-    by_column = chosen.t().reshape(-1)
-    is_of = by_column.unsqueeze(1) == torch.arange(len(taken), device=chosen.device)
-    places = (is_of.cumsum(0) - 1).gather(1, by_column.unsqueeze(1)).squeeze(1)
-    is_kept = (places < taken[by_column]).view(num_choices, num_tokens).t().reshape(-1)
-    return is_kept[order].nonzero().squeeze(1)
 
 
 class Experts(nn.Module):

@@ -22,14 +22,11 @@ class Choices:
     Attributes:
         fullest: the share of the last step's choices that the fullest expert got, a mean over the mixtures;
             `None` without mixtures.
-        num_dropped: the choices of the last step that were dropped, over all mixtures; `None` without a
-            limit.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self.fullest: float | None = None
-        self.num_dropped: int | None = None
 
     @cached_property
     def _balances(self) -> list[Balance]:
@@ -39,8 +36,8 @@ class Choices:
 
     @property
     def num_values(self) -> int:
-        """The count of numbers per microbatch: one per expert of every mixture, one for what it drops."""
-        return sum(each.num_counts for each in self._balances)
+        """The count of numbers per microbatch: one per expert of every mixture."""
+        return sum(each.num_experts for each in self._balances)
 
     def start_microbatch(self) -> None:
         """Count from zero."""
@@ -51,7 +48,7 @@ class Choices:
         """Return the counts of a microbatch: float64 of length `num_values`; 0 for mixtures not run here."""
         made = next((each.counts.device for each in self._balances if each.counts is not None), None)
         parts = [
-            torch.zeros(each.num_counts, dtype=torch.float64, device=made)
+            torch.zeros(each.num_experts, dtype=torch.float64, device=made)
             if each.counts is None
             else each.counts.double()
             for each in self._balances
@@ -65,11 +62,8 @@ class Choices:
         Args:
             rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
         """
-        found = torch.split(rows.sum(0).long(), [each.num_counts for each in self._balances])
-        sums = [counts[: each.num_experts] for each, counts in zip(self._balances, found, strict=True)]
+        sums = torch.split(rows.sum(0).long(), [each.num_experts for each in self._balances])
         for each, counts in zip(self._balances, sums, strict=True):
             each.move(counts)
-        dropped = [int(c[-1]) for each, c in zip(self._balances, found, strict=True) if each.drops]
-        self.num_dropped = sum(dropped) if dropped else None
         shares = [int(counts.max()) / max(1, int(counts.sum())) for counts in sums]
         self.fullest = sum(shares) / len(shares) if shares else None
