@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.checkpoint import find_checkpoint, load_checkpoint
 from paceline.errors import PacelineError
-from paceline.train.state.kept_settings import KeptSettings
 from paceline.train.trainer import Trainer
 from paceline.world import start
 from tests.dist.pool import Pool, RankError
@@ -297,20 +294,6 @@ def test_a_new_tracked_object_is_reported(tmp_path: Path, caplog: pytest.LogCapt
     assert "PL518" not in caplog.text
     go(tmp_path, last=3, track=("ema", "best"))
     assert "best: the checkpoint has no state for it." in caplog.text
-
-
-def test_a_checkpoint_without_settings_loads_with_a_remark(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptSettings, "describe", lambda self, loaders: None)
-        go(tmp_path, last=2)
-    loaded = load_checkpoint(find_checkpoint(tmp_path))
-    assert loaded.state["settings"] is None
-    with caplog.at_level(logging.WARNING):
-        trainer = go(tmp_path, last=3, clip_norm=0.0, optimizer=adam(0.3))
-    assert "PL519" in caplog.text
-    assert trainer._updates["model"].lr == 0.1
 
 
 # ---- on several ranks

@@ -18,7 +18,7 @@ from paceline.generators import preserved_generators, write_generators
 
 _NUMBER = (int, float)
 # Keys of the parts of a state, with the types of their values.
-_STATE = {"counters": dict, "updates": dict, "loaders": dict, "rng": dict, "tracked": dict}
+_STATE = {"counters": dict, "updates": dict, "loaders": dict, "rng": dict, "settings": dict, "tracked": dict}
 _COUNTERS = {"step": int, "samples": int, "skipped_in_a_row": int, "loss": _NUMBER}
 _UPDATE = {
     "schedule": (dict, type(None)),
@@ -76,13 +76,12 @@ def check_run_state(step: int, model: Mapping[str, StoredTensor], optimizer: Any
         if min(loader[key] for key in _POSITION) < 0:
             raise BadStateError(f"state.loaders.{name} has a number below 0")
     _require({"residuals": {}} | state, {"residuals": dict}, "state")
-    if state.get("settings") is not None:  # those of the first versions have none (PL519)
-        settings = state["settings"]
-        _require(settings, _SETTINGS, "state.settings")
-        _require(settings["loaders"], dict.fromkeys(settings["loaders"], dict), "state.settings.loaders")
-        for key in ("loaders", "tracked"):
-            if lost := set(settings[key]) - set(state[key]):
-                raise BadStateError(f"state.{key} lacks {min(lost)}")
+    settings = state["settings"]
+    _require(settings, _SETTINGS, "state.settings")
+    _require(settings["loaders"], dict.fromkeys(settings["loaders"], dict), "state.settings.loaders")
+    for key in ("loaders", "tracked"):
+        if lost := set(settings[key]) - set(state[key]):
+            raise BadStateError(f"state.{key} lacks {min(lost)}")
     if state["updates"].keys() != optimizer.keys():
         raise BadStateError("state.updates and the optimizer have different names")
     with preserved_generators():  # the function that resuming calls

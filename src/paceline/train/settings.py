@@ -142,8 +142,6 @@ def list_changes(saved: Settings, here: Settings, loaders: Iterable[str]) -> dic
             del found[name]  # an option of another optimizer or schedule has no counterpart
         if kind.endswith("optimizer"):
             del found[kind]  # loading the state reports an optimizer of another kind
-    for name in [name for name in found if name.rpartition(".")[2] == "frozen" and None in found[name]]:
-        del found[name]  # older checkpoints do not have it
     for name in loaders:
         key = f"{name}.data"
         if key in found and None in found[key]:
@@ -203,19 +201,6 @@ def refuse_changes(
             fix=fix,
         )
     return list(changes)
-
-
-def warn_unknown_settings() -> None:
-    """Log PL519 for a checkpoint that has no settings to compare."""
-    finding = Finding(
-        "PL519",
-        "the checkpoint",
-        "it was saved by a version that did not record the run's settings.",
-        "A changed batch size, learning rate or data set cannot be detected. The optimizer keeps the "
-        "learning rate that was saved.",
-        "Check them yourself; the next checkpoint records them.",
-    )
-    log.warning("%s", finding)
 
 
 def warn_fresh_objects(names: list[str]) -> None:

@@ -14,7 +14,6 @@ from paceline.train.settings import (
     list_changes,
     refuse_changes,
     warn_fresh_objects,
-    warn_unknown_settings,
 )
 from paceline.train.state.tracked import Tracked
 
@@ -62,14 +61,11 @@ class KeptSettings:
             } | described
         return {"run": run, "loaders": described, "tracked": self._tracked.names}
 
-    def compare(self, saved: dict[str, Any] | None) -> list[str]:
+    def compare(self, saved: dict[str, Any]) -> list[str]:
         """Return names of settings that differ from a checkpoint's; raise PL515 unless all are accepted.
 
         Rank 0 calls it.
         """
-        if saved is None:
-            warn_unknown_settings()
-            return []
         self.has_raw_batches = "microbatch_size" in saved["run"]
         moved = {name: self._loaders[name] for name in saved["loaders"] if name in self._loaders}
         here = self.describe(moved)
@@ -84,13 +80,13 @@ class KeptSettings:
             check_names(self.accept, {*before, *now, *later, *parts})
         return self._refuse(list_changes(before, now, moved))
 
-    def load(self, saved: dict[str, Any] | None) -> None:
+    def load(self, saved: dict[str, Any]) -> None:
         """Note the settings of the checkpoint that was loaded."""
         self._saved, self._is_complete = saved, False
 
     @property
     def were_loaded(self) -> bool:
-        """Whether a checkpoint with settings was loaded."""
+        """Whether a checkpoint was loaded."""
         return self._saved is not None
 
     def check_loader(self, loader: Loader) -> None:

@@ -203,7 +203,7 @@ class Saver:
             # Unread, because other ranks need most of them.
             residuals = choose_residuals(loaded.state.pop("residuals", {}), self._updates)
             state = read_all(loaded.state)
-            changed = self._settings.compare(state.get("settings"))
+            changed = self._settings.compare(state["settings"])
             return {
                 "model": loaded.model,
                 "optimizer": loaded.optimizer,
@@ -225,7 +225,7 @@ class Saver:
         _load_models(self._models, tree["model"], parts)
         state = tree["state"]
         counters: dict[str, Any] = state["counters"]
-        self._settings.load(state.get("settings"))
+        self._settings.load(state["settings"])
         for name, update in self._updates.items():
             prefix = name_settings(name, self._updates, "")
             changed = [key.removeprefix(prefix) for key in tree["changed"] if key.startswith(prefix)]
