@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from paceline.checkpoint import CheckpointFolder, Loaded
 from paceline.checkpoint.content import prepare_whole
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.load import OnSkip, find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
-from paceline.checkpoint.tensors import plan_tensors, read_infos
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.tensors import OpenFiles, plan_tensors, read_infos, read_into, torch_dtype
 
 RECIPE = "[train]\nsteps = 100  # schön\n"
 IDENTITY = {"torch": "2.13.0", "threads_per_rank": 1}
@@ -61,10 +61,18 @@ def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Load
     return read(find_newest(folder.path, on_skip)) if folder.steps() else None
 
 
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """Return a tensor of a safetensors file, not an alias."""
+    info = read_infos(path)[name]
+    whole, found = Part.all_of(info.shape), torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+    read_into(path, name, whole, whole, found, OpenFiles())
+    return found
+
+
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a safetensors file; aliases come back as the tensor they stand for."""
     infos = read_infos(path)
-    stored = load_file(path)
+    stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
     return {name: stored[info.alias_of or name] for name, info in infos.items()}
 
 

@@ -24,7 +24,7 @@ from paceline.train.trainer import Trainer
 from paceline.verifying.check import build_default_optimizer, resolve_layout, verify_subject
 from paceline.verifying.subject import UserSubject
 from paceline.world import World
-from tests.checkpoint.states import write_tensors
+from tests.checkpoint.states import read_tensor, write_tensors
 from tests.dist.pool import Pool, RankError
 from tests.verifying.runs import PoolRunner
 
@@ -268,7 +268,7 @@ def test_files_keep_complex_numbers_of_both_widths(tmp_path: Path) -> None:
             name: tuple(tensor.shape) for name, tensor in tensors.items()
         }
         for name, tensor in tensors.items():
-            found = load_file(path)[name]
+            found = read_tensor(path, name)
             assert found.dtype == tensor.dtype
             assert torch.equal(found, tensor)
 

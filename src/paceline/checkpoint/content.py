@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +181,6 @@ class Stored:
         self.folder = folder
         self._files = OpenFiles()
         self._read: tuple[dict[str, list[_StoredPart]], dict[str, str]] | None = None
-
-    @cached_property
-    def is_shared(self) -> bool:
-        """Whether several ranks wrote it, into a folder that all see, so that each may read by itself."""
-        return sum(name.startswith(_PREFIX) for name in read_manifest(self.folder).files) > 1
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
         """Return the dtypes and whole shapes of a group's tensors by name, without reading them."""

@@ -87,7 +87,7 @@ def load_on_main(
 
     Collective. Tensors travel as they are on the CPU, small ones together, and a rank keeps what `cut` leaves
     of each, so no rank holds all unread tensors; and only rank 0 needs to see the files. With `find_part`
-    every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see the files.
+    every rank reads its parts of the unread tensors of a checkpoint by itself, if all see the files.
 
     Args:
         world: the ranks.
@@ -101,7 +101,7 @@ def load_on_main(
     def describe() -> Any:
         nonlocal tree
         tree = load()
-        return tree_map_only(_TENSORS, _SentSeparately.describe, tree), _find_shared_folder(tree)
+        return tree_map_only(_TENSORS, _SentSeparately.describe, tree), _find_folder(tree)
 
     skeleton, shared = run_on_main(world, describe)
     stored: Stored | None = None
@@ -137,10 +137,10 @@ def _mark(names: tuple[Any, ...], part: Tensor) -> Any:
     return OwnPart(names[3], part) if names[0] == "optimizer" else part
 
 
-def _find_shared_folder(tree: Any) -> tuple[Path, str] | None:
-    """Return the folder of a tree's sharded checkpoint and a digest of its manifest, or `None`."""
+def _find_folder(tree: Any) -> tuple[Path, str] | None:
+    """Return the folder of a tree's checkpoint and a digest of its manifest, or `None`."""
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, StoredTensor) and leaf.stored.is_shared:
+        if isinstance(leaf, StoredTensor):
             return leaf.stored.folder, _digest(leaf.stored.folder)
     return None
 
