@@ -64,7 +64,6 @@ assert layout.find_place(23) == {
     "pp": 0, "dp_replicate": 1, "echo": 1, "dp_shard": 2, "cp": 0, "spread": 1, "tp": 0, "ep": 0
 }
 assert [layout.find_dp_rank(rank) for rank in (0, 5, 6, 11, 12, 23)] == [0, 5, 0, 5, 6, 11]
-assert layout.list_dp_ranks(6) == [12, 18]
 assert layout.list_groups(["echo"])[:2] == [[0, 6], [1, 7]]
 assert LayoutSection.of(layout).to_layout() == layout
 
@@ -192,6 +191,3 @@ def test_places_and_groups(text: str) -> None:
         assert rank == (replica * layout.dp_shard + place["dp_shard"]) * layout.tp + place["tp"]
     assert layout.list_groups(()) == [[rank] for rank in range(layout.num_ranks)]
     assert layout.list_groups(list_axes()) == [list(range(layout.num_ranks))]
-    assert [layout.list_dp_ranks(place) for place in range(layout.dp)] == layout.list_groups(
-        ("pp", "cp", "tp")
-    )

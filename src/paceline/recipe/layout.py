@@ -205,10 +205,6 @@ class Layout(Degrees):
             number = number * self.degrees[axis] + place[axis]
         return number
 
-    def list_dp_ranks(self, dp_rank: int) -> list[int]:
-        """Return the ranks that train on the microbatches of one data rank."""
-        return [rank for rank in range(self.num_ranks) if self.find_dp_rank(rank) == dp_rank]
-
     def list_groups(self, axes: Collection[str]) -> list[list[int]]:
         """Return all ranks in groups: steps along these axes connect those of a group.
 
