@@ -103,7 +103,7 @@ class Arguments:
 
     @property
     def saving(self) -> tuple[bool, bool, int]:
-        """Whether every rank writes its share, whether saves are asynchronous, and failed saves that end a run."""
+        """Whether every rank writes its share, if saves are asynchronous, and failed saves that end a run."""
         return self.checkpoint_mode == "sharded", self.asynchronous_saves, self.max_failed_saves
 
     def resolve_layout(self, world_size: int) -> Layout:
