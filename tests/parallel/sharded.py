@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from paceline.data.share import list_numbers
 from paceline.mesh import Mesh, build_mesh
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.recipe.layout import Layout
-from paceline.recipe.ranks import ShardSection
 from paceline.world import World
 
 VOCAB, WIDTH, INNER, LENGTH = 11, 12, 13, 5
@@ -85,7 +85,7 @@ def build_shards(
     mesh = build_mesh(parsed, world)
     group = mesh.borrow_group(mesh.dp) if exact else None
     shards = Shards(
-        model, mesh, ShardSection(**settings), zero=parsed.zero, offload=offload, exact_group=group
+        model, mesh, ShardSettings(**settings), zero=parsed.zero, offload=offload, exact_group=group
     )
     return shards, mesh
 

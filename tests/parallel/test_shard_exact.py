@@ -12,10 +12,9 @@ from paceline.checkpoint import hash_tensors
 from paceline.data.share import count_owned
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
-from paceline.parallel.replicate import Replica
+from paceline.parallel.replicate import Replica, ReplicaSettings
 from paceline.parallel.sums.buckets import BucketSums
 from paceline.recipe.layout import Layout
-from paceline.recipe.ranks import DdpSection
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
 from tests.parallel.sharded import LENGTH, VOCAB, Toy, build_shards, microbatch, run_step, sum_losses, whole
@@ -60,7 +59,7 @@ def train_replicated(world: Any, kind: str) -> tuple[str, ...]:
     mesh = build_mesh(Layout.parse("").resolve(num_ranks), world) if num_ranks > 1 else None
     group = mesh.borrow_group(mesh.dp) if mesh else None
     exact = BucketSums(model, group, torch.device("cpu"))
-    replica = Replica(model, mesh.dp_replicate, DdpSection(bucket_cap_mb=0.01), exact) if mesh else None
+    replica = Replica(model, mesh.dp_replicate, ReplicaSettings(bucket_cap_mb=0.01), exact) if mesh else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients = []
     for step, num_microbatches in enumerate(STEPS):

@@ -15,9 +15,8 @@ from torch import nn
 
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
-from paceline.parallel.replicate import Replica
+from paceline.parallel.replicate import Replica, ReplicaSettings
 from paceline.recipe.layout import Layout
-from paceline.recipe.ranks import DdpSection
 from paceline.recipe.schema import GptModel
 from paceline.torch_seams.fsdp import list_groups
 from tests.dist.pool import Pool
@@ -77,7 +76,7 @@ def shard_traffic(world: Any, layout: str, num_microbatches: int, settings: dict
 def ddp_traffic(world: Any) -> Any:
     model = build_gpt()
     mesh = build_mesh(Layout.parse("").resolve(world.world_size), world)
-    replica = Replica(model, mesh.dp_replicate, DdpSection())
+    replica = Replica(model, mesh.dp_replicate, ReplicaSettings())
     since = count_recorded()
     replica.backward(sum_losses(model, microbatch(0))[0])
     return dict(read_traffic(since, {"all_reduce": world.world_size})[1])

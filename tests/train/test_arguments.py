@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel.replicate import ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import SETTINGS, Layout, Recipe
 from paceline.recipe.explain import field_at
 from paceline.recipe.ranks import DdpSection, ShardSection
@@ -121,6 +123,8 @@ def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
 
 @pytest.mark.usefixtures("_started")
 def test_the_settings_of_replicas_and_shards_are_those_of_a_recipe() -> None:
+    assert asdict(ReplicaSettings()) == DdpSection().model_dump()
+    assert asdict(ShardSettings()) == ShardSection().model_dump()
     settings = build(ddp={"bucket_cap_mb": 1.5}, shard={"prefetch": 3}).lay_out(Layout(), None)
-    assert settings.ddp == DdpSection(bucket_cap_mb=1.5)
-    assert settings.shard == ShardSection(prefetch=3)
+    assert settings.ddp == ReplicaSettings(bucket_cap_mb=1.5)
+    assert settings.shard == ShardSettings(prefetch=3)

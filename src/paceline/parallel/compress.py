@@ -9,6 +9,8 @@ the unit and divided by the loss scale, both powers of two, which change from st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -17,7 +19,21 @@ from paceline.comm.slots import list_own_slots
 from paceline.comm.tree import OwnBlocks
 from paceline.data.share import count_owned, owned_microbatches
 from paceline.errors import PacelineError
-from paceline.recipe.compress import CompressSection
+
+
+@dataclass(frozen=True)
+class CompressSettings:
+    """The settings of the compression; the recipe's `[compress]` explains each.
+
+    Attributes:
+        kind: of the codec.
+        slots: their number.
+        after_steps: number of steps that are not compressed.
+    """
+
+    kind: str
+    slots: int
+    after_steps: int = 0
 
 
 class Compression:
@@ -25,7 +41,6 @@ class Compression:
 
     Attributes:
         settings: of the run.
-        num_slots: of the run.
         residuals: of this rank.
         is_on: whether the gradients of the current step are compressed.
         factor: by which the gradients of the current step are multiplied before they are encoded.
@@ -38,9 +53,8 @@ class Compression:
         PacelineError: PL961 for parameters that are not fp32.
     """
 
-    def __init__(self, settings: CompressSection, model: nn.Module) -> None:
-        assert settings.slots is not None
-        self.settings, self.num_slots = settings, settings.slots
+    def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
+        self.settings = settings
         self.residuals = Residuals()
         self.is_on = False
         self.factor = 1.0
@@ -79,7 +93,7 @@ class Compression:
         Raises:
             PacelineError: PL963 if the ranks' microbatches are not those of their slots.
         """
-        num_slots, num_ranks = self.num_slots, len(num_owned)
+        num_slots, num_ranks = self.settings.slots, len(num_owned)
         expected = count_owned(sum(num_owned), num_ranks, num_slots)
         if num_owned != expected:
             error = PacelineError(

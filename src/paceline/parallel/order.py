@@ -17,7 +17,7 @@ from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.compress import Compression
+from paceline.parallel.compress import Compression, CompressSettings
 from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.caches import refuse_caches
@@ -31,7 +31,8 @@ from paceline.parallel.experts.find import list_looped, list_mixtures, open_expe
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
-from paceline.parallel.replicate import CommHook, Replica
+from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.layout import Stages
 from paceline.parallel.sums.buckets import BucketSums
@@ -39,9 +40,7 @@ from paceline.parallel.sums.gradients import check_dense
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
-from paceline.recipe.compress import CompressSection
 from paceline.recipe.layout import Layout
-from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.torch_seams.modules import find_call, set_compiled_call
 
 log = logging.getLogger(__name__)
@@ -67,11 +66,11 @@ class Settings:
     """
 
     layout: Layout
-    ddp: DdpSection = field(default_factory=DdpSection)
-    shard: ShardSection = field(default_factory=ShardSection)
+    ddp: ReplicaSettings = field(default_factory=ReplicaSettings)
+    shard: ShardSettings = field(default_factory=ShardSettings)
     exact: bool = False
     comm_hook: tuple[Any, CommHook] | None = None
-    compress: CompressSection | None = None
+    compress: CompressSettings | None = None
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
     tp_plan: Mapping[str, str] | None = None

@@ -28,6 +28,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,6 @@ from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.sums.buckets import BucketSums, complete_future
-from paceline.recipe.ranks import DdpSection
 from paceline.torch_seams.modules import hide_from_ddp
 
 # How far the result of a hook may be from the mean in norm and factor: compression rounds.
@@ -95,6 +95,18 @@ class LossModule(nn.Module):
         return loss
 
 
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """The settings of `DistributedDataParallel`; the recipe's `[ddp]` explains each.
+
+    They change speed, not the result.
+    """
+
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+
+
 class Replica:
     """A model whose gradients are summed over the ranks of a mesh axis.
 
@@ -128,7 +140,7 @@ class Replica:
         self,
         model: nn.Module,
         axis: Axis,
-        settings: DdpSection,
+        settings: ReplicaSettings,
         exact: BucketSums | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         apart: Sequence[Tensor] = (),

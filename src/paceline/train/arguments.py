@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.compress import CompressSettings
 from paceline.parallel.order import Settings
-from paceline.parallel.replicate import CommHook
+from paceline.parallel.replicate import CommHook, ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import SETTINGS, Layout
 from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
@@ -144,7 +146,7 @@ class Arguments:
         names = self.models if isinstance(self.model, Mapping) else None
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
 
-    def choose_compression(self, layout: Layout) -> CompressSection | None:
+    def choose_compression(self, layout: Layout) -> CompressSettings | None:
         """Return the settings of the compression, if there is one; raise PL958 to PL960."""
         return choose_compression(
             self._compress_section,
@@ -185,8 +187,8 @@ class Arguments:
             shard = ShardSection()
         return Settings(
             layout,
-            ddp=ddp,
-            shard=shard,
+            ddp=ReplicaSettings(**ddp.model_dump()),
+            shard=ShardSettings(**shard.model_dump()),
             exact=self.reduction == "exact",
             comm_hook=self.comm_hook,
             compress=compress,
@@ -249,7 +251,7 @@ class Arguments:
 
     def _list_settings(self, layout: Layout) -> list[RunSetting]:
         compress = self.choose_compression(layout)
-        chosen = {} if compress is None else compress.model_dump()
+        chosen = {} if compress is None else asdict(compress)
         islands = self.islands_section.model_dump() if self.islands_section.count > 1 else {}
         return [
             *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from paceline.parallel.order import LaidOut, Settings, align_with_main, parallel
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
+from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.foreign import refuse_compiled
@@ -215,8 +216,8 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         reduction="exact" if settings.exact else "fast",
         device=precision.device.type,
         has_comm_hook=settings.comm_hook is not None,
-        ddp=settings.ddp,
-        shard=settings.shard,
+        ddp=DdpSection(**asdict(settings.ddp)),
+        shard=ShardSection(**asdict(settings.shard)),
         compile=settings.compile,
     )
     Rules(model, run).refuse(settings.layout, world_size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from paceline.errors import PacelineError
+from paceline.parallel.compress import CompressSettings
 from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
 
 
 def choose_compression(
     section: CompressSection, layout: Layout, *, reduction: str, has_comm_hook: bool
-) -> CompressSection | None:
+) -> CompressSettings | None:
     """Return the settings of the compression with the number of slots known; `None` without compression.
 
     Args:
@@ -42,7 +43,7 @@ def choose_compression(
             f"{', '.join(others)}.",
             fix=f'Set {", ".join(f"{axis}=1" for axis in others)}, or compress.kind="none".',
         )
-    return section.model_copy(update={"slots": _choose_slots(section.slots, layout.dp)})
+    return CompressSettings(section.kind, _choose_slots(section.slots, layout.dp), section.after_steps)
 
 
 def _choose_slots(given: int | None, num_ranks: int) -> int:

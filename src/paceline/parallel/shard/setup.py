@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
-from paceline.recipe.ranks import ShardSection
 from paceline.torch_seams.fsdp import check_torch, list_records, unmark
 from paceline.torch_seams.modules import own_parameters
 
@@ -33,6 +32,18 @@ log = logging.getLogger(__name__)
 # more time in further messages than they save in memory.
 _TABLE_BYTES = 16 << 20
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """The settings of `fully_shard`; the recipe's `[shard]` explains each.
+
+    They change speed and memory, not the result, except for `param_dtype` and `reduce_dtype`.
+    """
+
+    prefetch: int = 1
+    param_dtype: Literal["none", "bf16", "fp16"] = "none"
+    reduce_dtype: Literal["auto", "fp32"] = "auto"
 
 
 @dataclass
@@ -55,7 +66,7 @@ class Unit:
 def apply_sharding(
     model: nn.Module,
     mesh: DeviceMesh,
-    settings: ShardSection,
+    settings: ShardSettings,
     *,
     zero: int,
     offload: str,
@@ -198,7 +209,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]], apa
             )
 
 
-def _precision_policy(settings: ShardSection, *, is_root: bool) -> MixedPrecisionPolicy:
+def _precision_policy(settings: ShardSettings, *, is_root: bool) -> MixedPrecisionPolicy:
     param_dtype = _DTYPES[settings.param_dtype]
     wants_fp32 = settings.reduce_dtype == "fp32" or param_dtype is not None
     return MixedPrecisionPolicy(

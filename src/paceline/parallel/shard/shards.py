@@ -47,12 +47,11 @@ from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
-from paceline.parallel.shard.setup import apply_sharding
+from paceline.parallel.shard.setup import ShardSettings, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.parallel.sums.gradient_sum import RankSum
 from paceline.phrases import first_line, name_some
-from paceline.recipe.ranks import ShardSection
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
 from paceline.torch_seams.modules import CALL
 
@@ -88,7 +87,7 @@ class Shards:
         silent: whether nothing is sent at the moment, see `silenced`.
 
     Raises:
-        PacelineError: PL434, PL440, PL442 and PL449, see `apply_sharding`.
+        PacelineError: PL434, PL440, PL442, PL446 and PL449, see `apply_sharding`.
 
     Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
@@ -100,7 +99,7 @@ class Shards:
         self,
         model: nn.Module,
         mesh: Mesh,
-        settings: ShardSection,
+        settings: ShardSettings,
         *,
         zero: int,
         offload: str = "none",

@@ -79,7 +79,7 @@ class RankSum:
         self.slots = None
         if compression is not None:
             codec, residuals = CODECS[compression.settings.kind], compression.residuals
-            self.slots = SlotSum(codec, compression.num_slots, residuals, group)
+            self.slots = SlotSum(codec, compression.settings.slots, residuals, group)
 
     @property
     def is_compressed(self) -> bool:

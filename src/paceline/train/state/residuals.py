@@ -33,7 +33,7 @@ def gather_residuals(updates: Mapping[str, Update]) -> Saved:
         if update.compression is not None:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
             whole = _gather(update.compression, shapes)
-            found[name] = {"slots": update.compression.num_slots, _ROOT: whole}
+            found[name] = {"slots": update.compression.settings.slots, _ROOT: whole}
     return found
 
 
@@ -61,7 +61,7 @@ def choose_residuals(saved: Saved, updates: Mapping[str, Update]) -> Saved:
     chosen: Saved = {}
     for name, update in updates.items():
         record = saved.get(name, {})
-        if update.compression is None or record.get("slots") != update.compression.num_slots:
+        if update.compression is None or record.get("slots") != update.compression.settings.slots:
             continue
         chosen[name] = {_ROOT: record[_ROOT]}
     return chosen
@@ -78,7 +78,7 @@ class NeededResiduals:
     def __init__(self, updates: Mapping[str, Update], rank: int, num_ranks: int) -> None:
         self._updates = updates
         self._slots: dict[str, range] = {
-            name: list_own_slots(update.compression.num_slots, num_ranks, rank)
+            name: list_own_slots(update.compression.settings.slots, num_ranks, rank)
             for name, update in updates.items()
             if update.compression is not None
         }
