@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import paceline
+import paceline.train.islands as islands_module
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
@@ -61,8 +66,13 @@ def train(world: Any, layout: str, last: int, settings: Any, folder: str | None 
     return whole(trainer), valid.loss
 
 
-def train_plainly(count: int, every: int, warmup: int, num_steps: int, outer: Any) -> list[Tensor]:
-    """Train islands by a loop in one process: DiLoCo as its paper has it, after some common steps."""
+def train_plainly(
+    count: int, every: int, warmup: int, num_steps: int, outer: Any, skips: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """Train islands by a loop in one process: DiLoCo as its paper has it, after some common steps.
+
+    In the step `skips[0]`, from 0, island `skips[1]` leaves its weights alone.
+    """
     lr, momentum, nesterov = outer
     first = build_model().double()
     models = [copy.deepcopy(first) for _ in range(count)]
@@ -75,6 +85,8 @@ def train_plainly(count: int, every: int, warmup: int, num_steps: int, outer: An
             common = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
             sgd = torch.optim.SGD(common, lr=lr, momentum=momentum, nesterov=nesterov)
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if (step, number) == skips:
+                continue
             own = batch if step < warmup else batch[number * size : number * size + size]
             optimizer.zero_grad()
             loss_sum, weight = loss_of(model(own), own)
@@ -100,6 +112,93 @@ def test_islands_have_the_numbers_of_a_plain_loop(ranks: Pool, outer: Any) -> No
     [(found, _)] = ranks.run(train, nproc=1, args=("", NUM_STEPS, settings))
     for own, expected in zip(found, truth, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
+
+
+def train_with_a_bad_sample(world: Any) -> list[Tensor]:
+    trainer = build(dtype="fp64")
+    samples = SAMPLES.clone()
+    samples[4 * 16 + 9] = math.nan  # of step 5, island 2
+    for share in trainer.loader(samples, global_batch_size=16, shuffle=False):
+        trainer.step(share)
+        if trainer.step_number == NUM_STEPS:
+            break
+    trainer.synchronize()
+    return whole(trainer)
+
+
+def test_an_island_skips_a_step_alone(ranks: Pool) -> None:
+    truth = train_plainly(4, 3, 2, NUM_STEPS, (0.9, 0.5, True), skips=(4, 2))
+    for own, expected in zip(ranks.run(train_with_a_bad_sample, nproc=2)[0], truth, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
+
+
+def stop(world: Any, folder: str) -> tuple[int, int]:
+    """Train, with a signal to the last rank inside of a period; return the last step and the saved one."""
+    trainer = build()
+    trainer.resume(folder)
+    try:
+        for share in trainer.loader(SAMPLES, global_batch_size=16, shuffle=False):
+            trainer.step(share)
+            if trainer.step_number == 3 and world.rank == world.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except paceline.Stopped as stopped:
+        return trainer.step_number, int(str(stopped.saved)[-8:])
+    raise AssertionError("not stopped")
+
+
+def test_a_signal_takes_effect_at_the_next_exchange(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(stop, nproc=2, args=(str(tmp_path),)) == [(5, 5), (5, 5)]
+
+
+class Branches(nn.Module):
+    """Two layers, of which a batch uses the second only if its first number is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rarely = nn.Linear(40, 8), nn.Linear(8, 8)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        found: Tensor = self.always(batch)
+        return self.rarely(found) if batch[0, 0] > 50 else found
+
+
+def use_different_parameters(world: Any) -> None:
+    torch.manual_seed(0)
+    trainer = Trainer(
+        Branches(), islands=SETTINGS, loss=loss_of, optimizer=build_optimizer, microbatch_size=2
+    )
+    samples = SAMPLES.clone()
+    samples[4:8, 0] = 99.0  # of the second island
+    trainer.step(next(iter(trainer.loader(samples, global_batch_size=16, shuffle=False))))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_islands_with_different_parameters_are_refused(ranks: Pool, nproc: int) -> None:
+    with pytest.raises(RankError, match="PL675"):
+        ranks.run(use_different_parameters, nproc=nproc)
+
+
+def lack_memory(world: Any) -> str:
+    """Train with turns in a memory that is full but for 1,000 bytes after the warm-up."""
+    use = SimpleNamespace(limit=10_001_000, used=10_000_000)
+    patched = SimpleNamespace(read_fullest=lambda: use)
+    before, islands_module.Gauge = islands_module.Gauge, lambda: patched  # type: ignore[misc, assignment]
+    try:
+        trainer = build()
+        for share in trainer.loader(SAMPLES, global_batch_size=16, shuffle=False):
+            trainer.step(share)
+    except PacelineError as error:
+        return f"{trainer.step_number} {error}"
+    finally:
+        islands_module.Gauge = before  # type: ignore[misc]
+    return ""
+
+
+def test_islands_in_turns_need_memory(ranks: Pool) -> None:
+    [message] = ranks.run(lack_memory, nproc=1)
+    assert "PL674" in message
+    assert message.startswith("3 4 islands in turns on this rank")
+    assert ranks.run(lack_memory, nproc=4) == [""] * 4  # nothing waits for its turn
 
 
 @pytest.mark.parametrize("codec", ["none", "int4"])

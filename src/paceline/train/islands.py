@@ -115,7 +115,7 @@ class Islands:
             codec = CODECS[self._section.codec]
             self._slots = SlotSum(codec, self._section.count, self._residuals, group)
         self._pieces = [_find_rows(name, p) for name, p in self._named]
-        self._waiting: list[tuple[list[Tensor], Agreed]] = []
+        self._waiting: list[tuple[list[Tensor], float, Agreed]] = []
         self._kept: dict[int, dict[str, Any]] = {}
         self._global: list[Tensor] = []
         self._global_statistics: list[Tensor] = []
@@ -147,22 +147,23 @@ class Islands:
             PacelineError: PL675 if islands have used different parameters.
         """
         is_last = len(self._waiting) == len(self._own) - 1
-        self._waiting.append((list(gradients) if is_last else [g.clone() for g in gradients], agreed))
+        used = float(digest_text(repr(list(has))) % _HALF)
+        own = list(gradients) if is_last else [g.clone() for g in gradients]
+        self._waiting.append((own, used, agreed))
         if not is_last:
             return None
         waiting, self._waiting = self._waiting, []
-        used = float(digest_text(repr(list(has))) % _HALF)
         rows = [
             torch.tensor(
                 [each.stop_signum, used, *each.losses, *each.weights, *each.statistics.flatten().tolist()],
                 dtype=torch.float64,
             )
-            for _, each in waiting
+            for _, used, each in waiting
         ]
         table = self._gather(rows)
         if len(set(table[:, 1].tolist())) > 1:
             raise _unused_error()
-        for target, total in zip(gradients, self._sum([own for own, _ in waiting]), strict=True):
+        for target, total in zip(gradients, self._sum([own for own, _, _ in waiting]), strict=True):
             target.copy_(total)
         number = len(agreed.losses)
         return replace(
