@@ -175,6 +175,12 @@ ONE_PROBLEM = {
     "string for a number": (small(train={"steps": "10"}), "PL101", 'train.steps="10".', "steps"),
     "float for an integer": (small(train={"steps": 1.0}), "PL101", "train.steps=1.0.", "steps"),
     "bool for an integer": (small(train={"steps": True}), "PL101", "train.steps=true.", "steps"),
+    "in a table of a section": (
+        *(small(islands={"outer": {"lr": "1"}}), "PL101", 'islands.outer.lr="1".', "lr = 0.9"),
+    ),
+    "unknown in a table of a section": (
+        *(small(islands={"outer": {"lrr": 1.0}}), "PL100", "unknown key islands.outer.lrr.", '"lr"'),
+    ),
     "zero": (small(model={"kind": "gpt", "layers": 0}), "PL101", "model.layers=0.", "layers = 4"),
     "negative": (small(optimizer={"lr": -0.1}), "PL101", "optimizer.lr=-0.1.", "lr = 0.001"),
     "not a number": (small(optimizer={"lr": float("nan")}), "PL101", "optimizer.lr=nan.", "lr = 0.001"),

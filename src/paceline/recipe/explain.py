@@ -74,14 +74,13 @@ def validate_section(
 
 
 def field_at(key: str) -> FieldInfo | None:
-    """Return the schema's entry of `section.key`, the first one if several kinds have it."""
-    section, _, name = key.partition(".")
-    if section not in Recipe.model_fields:
-        return None
-    for model in models_in(Recipe.model_fields[section].annotation):
-        if name in model.model_fields:
-            return model.model_fields[name]
-    return None
+    """Return the schema's entry of a key such as `section.key`, the first one if several kinds have it."""
+    fields, found = dict(Recipe.model_fields), None
+    for name in key.split("."):
+        found = fields.get(name)
+        models = [] if found is None else models_in(found.annotation)
+        fields = {key: field for model in reversed(models) for key, field in model.model_fields.items()}
+    return found
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -122,7 +121,7 @@ def _meant(detail: ErrorDetails) -> list[str]:
 
 def _place(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the place of a key in the file; absent keys come last."""
-    section, _, key = name.partition(".")
+    section, key, *_ = [*name.split("."), ""]
     keys = table.get(section)
     order = list(keys) if isinstance(keys, Mapping) else []
     return (
@@ -132,7 +131,7 @@ def _place(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _remove(table: dict[str, Any], name: str) -> None:
-    section, _, key = name.partition(".")
+    section, key, *_ = [*name.split("."), ""]
     if not key:
         # A whole section is removed only if the schema does not know it or does not require it.
         field = Recipe.model_fields.get(section)
@@ -155,9 +154,11 @@ def _key(location: Location) -> str:
     """Return a location's key without names of a union's members.
 
     `("model", "gpt", "heads")` is `model.heads`, `("optimizer", "adamw", "betas", 1)` is
-    `optimizer.betas[1]`."""
+    `optimizer.betas[1]`, `("islands", "outer", "lr")` is `islands.outer.lr`."""
     parts = _without_kind(location)
-    named = ".".join(str(part) for part in parts[:2])
+    field = field_at(".".join(map(str, parts[:2])))
+    is_table = field is not None and bool(models_in(field.annotation))
+    named = ".".join(str(part) for part in parts[: 3 if is_table else 2])
     return named + "".join(f"[{part}]" for part in parts[2:] if isinstance(part, int))
 
 
@@ -229,7 +230,7 @@ def _explain_unknown(key: str, location: Location) -> PacelineError:
         for section in Recipe.model_fields
         if field_at(f"{section}.{location[-1]}")
     ]
-    place = f"[{_without_kind(location)[0]}]" if len(location) > 1 else "A recipe"
+    place = f"[{_key(location[:-1])}]" if len(location) > 1 else "A recipe"
     return PacelineError(
         "PL100",
         saw=f"unknown key {key}.",
@@ -260,7 +261,9 @@ def _near(location: Location) -> list[str]:
 def _keys_beside(location: Location) -> list[str]:
     if len(location) == 1:
         return list(Recipe.model_fields)
-    models = models_in(Recipe.model_fields[str(location[0])].annotation)
+    table = field_at(_key(location[:-1]))
+    assert table is not None
+    models = models_in(table.annotation)
     chosen = [model for model in models if kind_of(model) in location[1:-1]] or models
     return list(dict.fromkeys(name for model in chosen for name in model.model_fields))
 
