@@ -186,6 +186,14 @@ def join_blocks(world: World, num_blocks: int) -> dist.ProcessGroup:
     return _make_group(range(world.rank % size, world.world_size, size), world.groups)
 
 
+def join_senders(world: World) -> dist.ProcessGroup:
+    """Return a group of all ranks for messages from one to another, in the hosts' memory; collective."""
+    key = (*range(world.world_size), -1)  # no other code uses it
+    if key not in world.groups:
+        world.groups[key] = dist.new_group(backend="gloo")
+    return world.groups[key]
+
+
 def _make_group(ranks: Sequence[int], made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
     """Return a group of these ranks, which include this one; make it if there is none."""
     if tuple(ranks) not in made:

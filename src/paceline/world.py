@@ -119,6 +119,11 @@ class World:
         """Whether this is rank 0, the rank that writes and prints."""
         return self.rank == 0
 
+    @property
+    def store(self) -> Store | None:
+        """The store of all ranks; `None` in a world of one, and in one over somebody else's process group."""
+        return self._store
+
     def wait_for_device(self) -> None:
         """Wait until this rank's device has done all work that it was given."""
         if self.device.type == "cuda":

@@ -65,3 +65,20 @@ def test_a_complete_run_is_reported_again(folder: Path) -> None:
         assert one[key] == two[key]
     assert one["step_s"] > 0
     assert two["step_s"] is None
+
+
+def test_asynchronous_updates_are_replayed_on_other_ranks(folder: Path) -> None:
+    settings = ["--set", "asynchronous.staleness=2", "--set", "train.reduction=exact"]
+    done = paceline(folder, "train", "recipe.toml", "--nproc", "2", "--out", "a", *settings)
+    assert done.returncode == 0, done.stderr
+    replay = ["--replay-updates", "a/updates.jsonl", "--nproc", "1", "--out", "b"]
+    done = paceline(folder, "train", "recipe.toml", *replay, *settings)
+    assert done.returncode == 0, done.stderr
+    hashes = [paceline(folder, "checkpoint", "hash", name).stdout for name in ("a", "b")]
+    assert hashes[0] == hashes[1] != ""
+    rows = [json.loads(line) for line in (folder / "a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["staleness"] <= 2 and row["worker"] in (0, 1) for row in rows)
+    done = paceline(folder, "train", "recipe.toml", *replay, *settings, "--set", "optimizer.lr=0.5")
+    assert done.returncode == 2
+    assert "PL530" in done.stderr

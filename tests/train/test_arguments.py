@@ -76,11 +76,11 @@ def test_the_table_of_settings_names_what_a_recipe_and_a_trainer_share() -> None
     """An argument has the default of its key, except for those below."""
     known, defaults = inspect.signature(Trainer).parameters, {}
     for each in SETTINGS:
-        section, _, key = each.key.partition(".")
+        section, _, _ = each.key.partition(".")
         assert section in Recipe.model_fields, each.key
         field = field_at(each.key)
-        assert (field is not None) == bool(key), each.key
-        if each.argument and field is not None and field.default != known[each.argument].default:
+        assert field is not None, each.key
+        if each.argument and field.default != known[each.argument].default:
             defaults[each.argument] = (field.default, known[each.argument].default)
     found = {each.argument for each in SETTINGS if each.argument}
     assert known.keys() - found == ONLY_OF_A_TRAINER

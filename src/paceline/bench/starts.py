@@ -242,6 +242,13 @@ def adapt_recipe(
         grow: factor on the global batch.
         microbatch_factor: factor on the microbatch.
     """
+    if recipe.asynchronous.staleness:
+        raise PacelineError(
+            "PL677",
+            saw=f"asynchronous.staleness={recipe.asynchronous.staleness} in a measurement.",
+            rule="Synchronous steps are measured.",
+            fix="Set asynchronous.staleness to 0, or read step_s in metrics.jsonl of a run.",
+        )
     train = recipe.train.model_copy(
         update={
             "steps": num_steps,

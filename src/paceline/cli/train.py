@@ -72,6 +72,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="take one step, evaluate one batch and save, then remove the folder; no sink gets anything",
     )
     parser.add_argument(
+        "--replay-updates",
+        metavar="FILE",
+        help="updates.jsonl of an asynchronous run, to apply the same updates again on any number of ranks",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="print every key of the recipe, not only those that were set"
     )
     add_grace_flag(parser)
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
             nproc,
             args=(
                 *(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
-                *(None, args.dry_run),
+                *(None, args.dry_run, args.replay_updates),
             ),
             device=recipe.train.device,
             log_dir=None if args.dry_run else folder / "logs",
@@ -149,10 +154,12 @@ def train_on_rank(
     accept: Sequence[str] = (),
     num_ranks: int | None = None,
     is_dry: bool = False,
+    updates: str | None = None,
 ) -> dict[str, Any] | None:
     """Train on this rank, and return the summary on rank 0, else `None`.
 
-    With `num_ranks`, the ranks beyond these are spares. If `is_dry`, nothing of `folder` stays.
+    With `num_ranks`, the ranks beyond these are spares. If `is_dry`, nothing of `folder` stays. `updates` is
+    a record to replay.
     """
     import tomllib
     from dataclasses import asdict
@@ -187,6 +194,7 @@ def train_on_rank(
                 accept=accept,
                 launcher_pid=launcher_pid,
                 is_dry=is_dry,
+                updates=None if updates is None else Path(updates),
             )
         except Stopped as stopped:
             if world.is_main:
@@ -219,6 +227,7 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
                 accept=tuple(args.accept),
                 num_ranks=num_ranks if has_spares else None,
                 is_dry=args.dry_run,
+                updates=args.replay_updates,
             )
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:

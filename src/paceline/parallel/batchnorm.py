@@ -79,6 +79,11 @@ class RunningStatistics:
         self._kept += [buffer for buffer in buffers if (id(buffer.module), buffer.key) not in known]
         self._dp = dp
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether a forward changes buffers other than BatchNorm's."""
+        return bool(self._kept)
+
     def keep_from(self, buffers: list[tuple[ForwardBuffer, Tensor]], dp: Axis | None) -> None:
         """Keep buffers from now on, within a step; each is given with its value before the step."""
         self.keep([buffer for buffer, _ in buffers], dp)

@@ -79,6 +79,8 @@ def _list_remarks(recipe: Recipe) -> Iterator[str]:
     if recipe.islands.count > 1:
         count, every = recipe.islands.count, recipe.islands.every
         yield f"{count} islands are planned as plain training: they sum every {every} steps, and need memory"
+    if recipe.asynchronous.staleness:
+        yield "asynchronous updates are planned as synchronous steps, which wait for the slowest rank"
     if recipe.train.reduction == "exact":
         yield "the exact reduction is planned as two sums; no published run has it"
     if recipe.optimizer.kind == "muon":

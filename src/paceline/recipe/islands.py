@@ -1,4 +1,4 @@
-"""The table of a recipe for islands: blocks of a global batch that train models of their own: [islands]."""
+"""The tables of a recipe for steps in which ranks do not wait for each other: [islands], [asynchronous]."""
 
 from __future__ import annotations
 
@@ -53,3 +53,13 @@ class IslandsSection(Section):
             f"Set islands.warmup_steps to {max(0, num_steps - self.every)} or less"
             + (f" and islands.every to {num_steps} or less." if self.every > num_steps else "."),
         )
+
+
+class AsynchronousSection(Section):
+    """Asynchronous data parallelism, for ranks of unequal speed; it changes the result from run to run.
+
+    Each rank computes whole global batches alone. `docs/slow_networks.md` explains what this costs.
+    """
+
+    staleness: NonNegativeInt = 0
+    """The most updates that may be applied while a rank computes its gradient. 0 is synchronous training."""

@@ -76,6 +76,7 @@ SETTINGS = (
         names=("compress.slots",),
     ),
     RecipeKey("islands", names=("islands",)),
+    RecipeKey("asynchronous"),
     RecipeKey("shard.prefetch", may_change="memory and speed only"),
     RecipeKey("loader", may_change="speed only"),
     RecipeKey("checkpoint", may_change="what is kept, not what is computed"),

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from paceline.errors import PacelineError
 from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.islands import IslandsSection as IslandsSection
+from paceline.recipe.islands import AsynchronousSection, IslandsSection
 from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import ElasticSection as ElasticSection
@@ -503,6 +503,7 @@ class Recipe(Section):
     ddp: DdpSection = DdpSection()
     compress: CompressSection = CompressSection()
     islands: IslandsSection = IslandsSection()
+    asynchronous: AsynchronousSection = AsynchronousSection()
     loader: LoaderSection = LoaderSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()

@@ -164,6 +164,11 @@ class Agreement:
             return
         self._work = dist.all_reduce(self._summed, group=self._group, async_op=True)
 
+    @property
+    def sent(self) -> Tensor:
+        """The whole vector, also to be filled with that of another rank."""
+        return self._summed
+
     def _place(self, start: int, numbers: Sequence[float]) -> None:
         """Copy numbers into the vector; from locked memory, so that a device is not waited for."""
         is_locked = self._vector.device.type == "cuda"

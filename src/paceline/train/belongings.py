@@ -20,6 +20,7 @@ from paceline.recipe import dump_recipe, load_recipe
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+UPDATES = "updates.jsonl"
 RECIPE = "recipe.toml"
 _FOLDERS = (CHECKPOINTS, "logs", "tensorboard")
 # Keys of every row of metrics. Rows of another program are unlikely to have all of them.
@@ -28,7 +29,7 @@ _ROW_KEYS = {"step", "epoch", "samples", "step_s", "data_s", "comm_s"}
 _OWNER = b'{"host"'
 
 
-def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EVALUATIONS)) -> None:
+def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EVALUATIONS, UPDATES)) -> None:
     """Check that a run may write into a folder, without changing anything.
 
     Args:

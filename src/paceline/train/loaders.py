@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paceline.data.check import warn_of_oversized_batch
+from paceline.data.fetching import Key
 from paceline.data.loader import Loader
+from paceline.data.share import Share, split_microbatches
+from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.trees import learn_mapping
 from paceline.train.batches import RankRows
@@ -81,6 +85,43 @@ class TrainerLoader(Loader, Generic[Handed]):
         if not self.is_compared:
             check_same_settings(describe_data(self), all_ranks())
             self.is_compared = True
+
+    def take_whole(self, place: int, rank: int, *, reads: bool) -> Share:
+        """Return a global batch as the share of one rank that computes all of it; the position stays.
+
+        Only for data sets with an index, which the loader itself cuts into batches.
+
+        Args:
+            place: of the batch, counted over epochs.
+            rank: the one that computes it.
+            reads: whether to read its samples; without them, `microbatches` is empty.
+        """
+        assert self.num_samples is not None
+        epoch, number = divmod(place, len(self))
+        start = number * self.global_batch_size
+        key = Key(epoch, number, start, min(start + self.global_batch_size, self.num_samples), False)
+        cuts = split_microbatches(key.stop - start, self.microbatch_size)
+        num_owned = tuple(len(cuts) * (each == rank) for each in range(self._world_size))
+        found = Share(epoch, number, key.stop - start, num_owned, [], start=start, source=self)
+        found.last = number + 1 == len(self)
+        if reads:
+            fetcher = copy.copy(self._fetcher)
+            fetcher.rank, fetcher.world_size, fetcher.num_slots, fetcher.turns = 0, 1, None, 1
+            item = fetcher[key]
+            if isinstance(item, PacelineError):
+                raise item
+            found.microbatches, found.samples = item.microbatches, [range(*cut) for cut in cuts]
+        return found
+
+    @property
+    def place(self) -> int:
+        """The number of the next global batch, counted over epochs."""
+        return self._position.epoch * len(self) + self._position.number
+
+    def count_left(self, num_batches: int) -> int:
+        """Return how many of the next `num_batches` global batches there are, as far as `epochs` goes."""
+        last = self._last_epoch
+        return num_batches if last is None else max(0, min(num_batches, last * len(self) - self.place))
 
     def __iter__(self) -> Iterator[Handed]:  # type: ignore[override]
         self.begin_with(self._find_next_epoch())

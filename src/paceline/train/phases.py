@@ -130,9 +130,7 @@ class Phases:
         assert given is not None
         share = given.share
         try:
-            if name not in self._probed:
-                self._probed.add(name)
-                self._probe(update, objective, share)
+            self.probe(name, objective, share)
             if self._global_loss is not None:
                 objective, share = self._global_loss.prepare(
                     update.runner, share, step=given.step, phase=self._num_done
@@ -155,8 +153,12 @@ class Phases:
         self.stop_signum = self.stop_signum or updated.stop_signum
         return updated
 
-    def _probe(self, update: Update, objective: Loss, share: Share) -> None:
+    def probe(self, name: str, objective: Loss, share: Share) -> None:
         """Check how the cut into microbatches affects a model, before its first update; collective."""
+        if name in self._probed:
+            return
+        self._probed.add(name)
+        update = self._updates[name]
         models, mesh = list(self._models.values()), self._mesh
         dp = None if mesh is None else mesh.dp
         kept = update.runner.list_kept()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.hf_model import HfModel
 from paceline.seeds import derive_seed
+from paceline.train.asynchronous import UpdateRow, read_updates
 from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.best import Best
 from paceline.train.evaluation import Evaluation
@@ -182,6 +183,7 @@ def train_recipe(
     accept: Sequence[str] = (),
     launcher_pid: int | None = None,
     is_dry: bool = False,
+    updates: Path | None = None,
 ) -> RunSummary | None:
     """Train a recipe to its end, continuing from the newest checkpoint in `folder`; collective.
 
@@ -194,6 +196,7 @@ def train_recipe(
             continues with the new values.
         launcher_pid: of the process that started the ranks; by default the parent of rank 0.
         is_dry: take one step, and evaluate one global batch.
+        updates: a record of asynchronous updates to replay; the recipe of its run stands beside it.
 
     Returns:
         The summary on rank 0, `None` elsewhere.
@@ -208,8 +211,9 @@ def train_recipe(
         # The trainer is built later, so it closes its files first: nothing writes to an unlocked folder.
         world.on_close(lock.close)
 
+    rows = None if updates is None else run_on_main(world, lambda: read_updates(updates, recipe))
     run_on_main(world, claim)
-    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept, is_dry)
+    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept, is_dry, rows)
     run.train()
     plain = run.gather_model()
     return run.summarise(plain) if world.is_main else None
@@ -226,7 +230,9 @@ class _RecipeRun:
         reporter: Reporter | None,
         accept: Sequence[str],
         is_dry: bool,
+        updates: list[UpdateRow] | None,
     ) -> None:
+        self._updates = updates
         self._recipe, self._folder, self._world, self._reporter = recipe, folder, world, reporter
         self._data = build_data(recipe)
         self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
@@ -258,10 +264,26 @@ class _RecipeRun:
             )
         self._complete_evaluation()
         while not self._has_ended():
+            if self._updates is not None or self._recipe.asynchronous.staleness:
+                for step in self._take_apart():
+                    self._note(step)
+                self._complete_step()
+                continue
             for share in self._loader:
-                self._take_step(share)
+                self._note(self._trainer.step(share))
+                self._complete_step()
                 if self._has_ended():
                     break
+
+    def _take_apart(self) -> Iterator[Step]:
+        """Yield asynchronous steps, or recorded ones, up to the next one to save or evaluate after."""
+        number = self._trainer.step_number
+        periods = (self._recipe.train.eval_every, self._recipe.checkpoint.every)
+        stop = min(self._last_step, *(number - number % n + n for n in periods if n > 0))
+        if self._updates is not None:
+            return self._trainer.replay_updates(self._loader, self._updates[number:stop])
+        staleness = self._recipe.asynchronous.staleness
+        return self._trainer.step_asynchronously(self._loader, stop - number, staleness=staleness)
 
     def _has_ended(self) -> bool:
         return self._has_stopped_early or self._trainer.step_number >= self._last_step
@@ -316,16 +338,19 @@ class _RecipeRun:
             sample=self._write_sample(model),
         )
 
-    def _take_step(self, share: Any) -> None:
-        step = self._trainer.step(share)
+    def _note(self, step: Step) -> None:
         self._steps.append(step)
         if self._reporter is not None:
             self._reporter.step(step, self._last_step, self._data.tokens_per_sample)
+
+    def _complete_step(self) -> None:
+        """Evaluate and save if that is due after the latest step."""
+        number = self._trainer.step_number
         if self._has_ended():
             self._trainer.synchronize()
-        if self._has_ended() or _is_due(step.number, self._recipe.train.eval_every):
+        if self._has_ended() or _is_due(number, self._recipe.train.eval_every):
             self._evaluate()
-        if self._has_ended() or _is_due(step.number, self._recipe.checkpoint.every):
+        if self._has_ended() or _is_due(number, self._recipe.checkpoint.every):
             self._trainer.save(wait=self._has_ended())
 
     def _complete_evaluation(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +19,17 @@ from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.signatures import explain_arguments
 from paceline.sinks.sink import Sink
 from paceline.train.arguments import Arguments, missing_loss_error
+from paceline.train.asynchronous import (
+    UpdateRow,
+    Workers,
+    find_oldest,
+    pack,
+    refusal,
+    refuse_asynchronous,
+    unpack,
+)
 from paceline.train.batches import weigh
+from paceline.train.belongings import UPDATES
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -30,11 +41,13 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
+from paceline.train.metrics import drop_rows_after
 from paceline.train.phases import Phases
 from paceline.train.probe import explain_single_sample
 from paceline.train.step import Step
 from paceline.train.training import Training
 from paceline.train.update import Updated
+from paceline.train.versions import Pushed
 from paceline.train.whole_metrics import Metric
 from paceline.world import current_world
 
@@ -149,6 +162,7 @@ class Trainer(Training[Share]):
         given = Arguments(**{each.name: named[each.name] for each in fields(Arguments)})
         given.check_functions()
         super().__init__(given, forward or call_model, loss, example)
+        self._is_apart = False
         self._phases = Phases(
             self.models,
             self._updates,
@@ -208,12 +222,109 @@ class Trainer(Training[Share]):
         self._note_stop(self._phases.stop_signum)
         return self._end_step(share, done, lr=lr, comm_s=comm_s)
 
+    def step_asynchronously(
+        self, loader: TrainerLoader[Share], num_steps: int, *, staleness: int
+    ) -> Iterator[Step]:
+        """Yield optimizer steps that ranks take without waiting for each other; collective.
+
+            for step in trainer.step_asynchronously(loader, 50, staleness=8):
+                print(step.number, step.loss)
+            trainer.save()
+
+        Each rank computes whole global batches alone, on weights that may lack up to `staleness` updates of
+        others. The result depends on the ranks' speed. Every rank applies all updates in the same order, so
+        it gets every step, and must iterate to the end. Then no gradient is under way, and ranks can save and
+        evaluate. The order is written to `updates.jsonl` of the run's folder, see `replay_updates`.
+
+        Args:
+            loader: of this trainer, over a data set with an index.
+            num_steps: steps to take; fewer if the loader's `epochs` end before.
+            staleness: the most updates between the weights of a gradient and those that it is applied to.
+
+        Raises:
+            Stopped: as `step`.
+            PacelineError: PL677 for settings that do not go with it, PL679 if a rank does not push.
+        """
+        refuse_asynchronous(self._given, self.layout, loader, self.world, staleness)
+        if not (num_steps := loader.count_left(num_steps)):
+            return
+        compute = self._begin_updates(loader)
+        place = {"first_step": self.step_number, "first_batch": loader.place}
+        workers = Workers(self.world, staleness, num_steps=num_steps, **place)
+        updates = workers.run(lambda batch: pack(compute(batch)), lambda: self._requests.signum)
+        trained = self._updates["model"].trained
+        yield from self._apply(loader, ((row, unpack(message, trained)) for row, message in updates))
+        self._note_stop(workers.stop_signum)
+        self.leave_if_asked()
+
+    def replay_updates(self, loader: TrainerLoader[Share], updates: Sequence[UpdateRow]) -> Iterator[Step]:
+        """Yield the steps of a record again, with the same bits on any number of ranks; collective.
+
+        Every rank computes all gradients, so more ranks take no less time.
+
+        Args:
+            loader: as it was in the recorded run.
+            updates: of the record, from the next step on.
+
+        Raises:
+            PacelineError: PL678 if they do not follow on this trainer's steps.
+        """
+        refuse_asynchronous(self._given, self.layout, loader, self.world, staleness=1)
+        oldest = find_oldest(updates, step=self.step_number, batch=loader.place)
+        compute, update = self._begin_updates(loader), self._updates["model"]
+
+        def replay() -> Iterator[tuple[UpdateRow, Pushed]]:
+            past = {self.step_number: update.copy_version()}
+            for row, first in zip(updates, oldest, strict=True):
+                past = {version: weights for version, weights in past.items() if version >= first}
+                with update.as_of(past[row.version]):
+                    pushed = compute(row.batch)
+                yield row, pushed
+                past[row.step] = update.copy_version()
+
+        yield from self._apply(loader, replay())
+
+    def _begin_updates(self, loader: TrainerLoader[Share]) -> Callable[[int], Pushed]:
+        """Check what ranks must have alike; return what computes the gradient of a batch alone."""
+        self.leave_if_asked()
+        self._saver.check_complete()
+        objective, first = self._objective(), next(iter(loader))
+        self._phases.probe("model", objective, first)
+        if self._statistics.keeps_some:
+            raise refusal("a model whose forward changes buffers", "Ranks would change them apart.")
+        if self.run_folder is not None and self.world.is_main:
+            drop_rows_after(self.run_folder / UPDATES, self.step_number)
+
+        def compute(batch: int) -> Pushed:
+            share = loader.take_whole(batch, self.world.rank, reads=True)
+            with preserved_generators(self.world.device), self._memory.explained(share):
+                settings = self._settings
+                return self._updates["model"].compute(objective, share, step=batch + 1, settings=settings)
+
+        return compute
+
+    def _apply(
+        self, loader: TrainerLoader[Share], updates: Iterator[tuple[UpdateRow, Pushed]]
+    ) -> Iterator[Step]:
+        """Apply updates and record them, one after the other; every rank the same ones."""
+        update, self._is_apart = self._updates["model"], True
+        for row, pushed in updates:
+            share, lr = loader.take_whole(row.batch, 0, reads=False), update.lr
+            self._begin_step(share)
+            done = update.apply(pushed, share, step=row.batch + 1, settings=self._settings)
+            if self.run_folder is not None and self.world.is_main:
+                with (self.run_folder / UPDATES).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row._asdict()) + "\n")
+            values = {"worker": row.worker, "staleness": row.staleness}
+            yield self._end_step(share, {"model": done}, lr=lr, comm_s=done.comm_s, values=values)
+        self._is_apart = False
+
     def open(self, share: Share) -> Share:
         return share
 
     @property
     def _is_in_step(self) -> bool:  # type: ignore[override]
-        return self._phases.is_running
+        return self._phases.is_running or self._is_apart
 
     def find_random_draws(self, batch: Share) -> list[Finding]:
         """Find random draws of the model's forward that change with the layout or the microbatches' size.

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,7 @@ from paceline.train.runners.runner import Runner
 from paceline.train.runners.work import Launch, OwnLoop, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
+from paceline.train.versions import Pushed, Version
 from paceline.train.whole_steps import WholeSteps
 
 GradientHook = Callable[[dict[str, Tensor]], None]
@@ -183,6 +184,11 @@ class Update:
         return self._updated
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that get a gradient, as built."""
+        return [p for _, p in self._named]
+
+    @property
     def not_updated(self) -> list[str]:
         """Names of parameters that require a gradient and that the optimizer does not have."""
         updated = {name for name, _ in self._updated}
@@ -201,6 +207,57 @@ class Update:
                 return self.finish(work, self.runner.run(work))
         finally:
             self.end()
+
+    def copy_version(self) -> Version:
+        """Return a copy of what a gradient depends on: the weights and the unit of losses."""
+        return [p.detach().clone() for _, p in self._named], self._unit
+
+    @contextmanager
+    def as_of(self, past: Version) -> Iterator[None]:
+        """Have an earlier version's weights in the model inside of the context."""
+        now = self.copy_version()
+        self._write_weights(past[0])
+        self._unit = past[1]
+        try:
+            yield
+        finally:
+            self._write_weights(now[0])
+            self._unit = now[1] or self._unit
+
+    @torch.no_grad()
+    def _write_weights(self, weights: list[Tensor]) -> None:
+        self.before_write()
+        for (_, parameter), value in zip(self._named, weights, strict=True):
+            parameter.copy_(value)
+
+    def compute(self, objective: Loss, share: Share, *, step: int, settings: StepSettings) -> Pushed:
+        """Compute the gradients of a whole global batch on this rank alone, for `apply` on every rank.
+
+        Args:
+            objective, share, step, settings: as for `run`.
+        """
+        with self.runner.silenced(), explaining_sparse():
+            work = self.begin(share, objective, step=step, phase=0, stop_signum=0, settings=settings)
+            try:
+                self.runner.run(work)
+            finally:
+                self.end()
+        self._statistics.restore()
+        gradients = [None if p.grad is None else p.grad.detach() for _, p in self._named]
+        return Pushed(work.unit, work.launch.agreement.sent, gradients)
+
+    def apply(self, pushed: Pushed, share: Share, *, step: int, settings: StepSettings) -> Updated:
+        """Update the weights by what some rank has computed from a share, which has no samples here."""
+        with self.runner.silenced():
+            work = self.begin(share, None, step=step, phase=0, stop_signum=0, settings=settings)
+            try:
+                self._statistics.begin(share.num_owned)
+                work.launch.agreement.sent.copy_(pushed.agreement)
+                for (_, parameter), gradient in zip(self._named, pushed.gradients, strict=True):
+                    parameter.grad = gradient
+                return self.finish(replace(work, unit=pushed.unit), 0.0)
+            finally:
+                self.end()
 
     def begin(
         self,
@@ -375,7 +432,7 @@ class Update:
             agreed, norm = joined, float(self.measure_norm())
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
-        scale = self._unit / weight if weight else 0.0
+        scale = work.unit / weight if weight else 0.0
         scale *= self.runner.gradient_scale
         if self._scaler is not None:
             scale *= self._scaler.scale_of_gradients()

@@ -265,8 +265,8 @@ def verify_subject(
     """Compare layouts of a subject with one process; see `verify_recipe`.
 
     Raises:
-        PacelineError: PL720 without layouts or steps, PL743 with islands, PL722 if the reference
-            cannot be repeated.
+        PacelineError: PL720 without layouts or steps, PL743 with islands or stale updates, PL722 if
+            the reference cannot be repeated.
     """
     _check(subject, layouts)
     subject, on_compression = settle_slots(subject, layouts)
@@ -493,6 +493,13 @@ def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
             rule="Gradients and weights are compared after every step, and those of each island differ.",
             fix="Verify with islands.count=1. To compare islands, train on 1 rank and on several, and "
             "compare `paceline checkpoint hash` of both runs.",
+        )
+    if isinstance(subject, RecipeSubject) and subject.recipe.asynchronous.staleness:
+        raise PacelineError(
+            "PL743",
+            saw=f"asynchronous.staleness={subject.recipe.asynchronous.staleness}.",
+            rule="Gradients and weights are compared after every step, and stale ones differ.",
+            fix="Verify with asynchronous.staleness=0. To compare updates, replay updates.jsonl of a run.",
         )
     if not layouts:
         raise PacelineError(
