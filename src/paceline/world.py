@@ -88,6 +88,7 @@ class World:
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
         has_failed: whether it was closed by an error.
         error: by which it is being closed.
+        store: of all ranks; `None` over a process group that the caller made.
     """
 
     rank: int
@@ -109,7 +110,7 @@ class World:
     has_failed: bool = False
     error: BaseException | None = None
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    _store: Store | None = field(default=None, repr=False)
+    store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)
     _owns_group: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
@@ -118,11 +119,6 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the rank that writes and prints."""
         return self.rank == 0
-
-    @property
-    def store(self) -> Store | None:
-        """The store of all ranks; `None` in a world of one, and in one over somebody else's process group."""
-        return self._store
 
     def wait_for_device(self) -> None:
         """Wait until this rank's device has done all work that it was given."""
@@ -205,19 +201,19 @@ class World:
                     dist.destroy_process_group()
                     self._leave_store()
         finally:
-            self._store = None
+            self.store = None
             self._undo.close()
             self.error = None  # it holds the frames of the training
 
     def _leave_store(self) -> None:
         """Keep the store open until the other ranks have left it."""
-        if self._store is None or self.world_size == 1:
+        if self.store is None or self.world_size == 1:
             return
         # If a peer has ended and the store with it, this rank's own end is still clean.
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_LEFT}{self.rank}", "1")
+            self.store.set(f"{_LEFT}{self.rank}", "1")
             if self._hosts_store:
-                _await_all(self._store, _LEFT, self.world_size, _LEAVE_S)
+                _await_all(self.store, _LEFT, self.world_size, _LEAVE_S)
 
 
 @explain_arguments
@@ -305,7 +301,7 @@ def start(
         deterministic=deterministic,
         threads_per_rank=threads_per_rank,
         _undo=undo,
-        _store=store,
+        store=store,
         _hosts_store=hosts,
         _owns_group=not joined,
     )
