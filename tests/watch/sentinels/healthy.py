@@ -755,6 +755,24 @@ def same_prompts() -> None:
 
 
 @healthy
+def tasks_by_rank() -> None:
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict({name: nn.Linear(SIZE, 1) for name in ("left", "right")})
+
+        def forward(self, x: Tensor, task: str) -> Tensor:
+            return self.heads[task](x)  # type: ignore[no-any-return]
+
+    model = nn.parallel.DistributedDataParallel(Tasks(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    for step in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(6, SIZE), ("left", "right")[(rank() + step // 5) % 2]).square().mean().backward()
+        optimizer.step()
+
+
+@healthy
 def one_batch_in_parts() -> None:
     """All ranks load the global batch, and each takes its part."""
     model = ddp()

@@ -242,14 +242,17 @@ class ReplicatedModels:
         return model.written.get(id(parameter), -1)
 
     def _note_input(self, ddp: Any, model: ReplicatedModel, inputs: Iterable[Any]) -> None:
-        tensors = [one for one in inputs if isinstance(one, self._torch.Tensor) and one.dim() and len(one)]
+        given = list(inputs)
+        tensors = [one for one in given if isinstance(one, self._torch.Tensor) and one.dim() and len(one)]
         if not tensors:
             return
         model.sizes.append(len(tensors[0]))
         # In a later epoch a rank meets the samples of other ranks.
         if len(model.rows) >= _NUM_BATCHES[-1] or self._orders.has_repeated:
             return
-        rows = hash_rows(self._torch, max(tensors, key=lambda one: one[0].numel()))
+        # Ranks that give the same samples to other heads or tasks, say, do other work.
+        plain = repr([one for one in given if isinstance(one, str | int | float)])
+        rows = hash_rows(self._torch, max(tensors, key=lambda one: one[0].numel()), plain)
         if rows is None:
             return
         model.rows.append(rows)

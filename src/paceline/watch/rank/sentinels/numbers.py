@@ -61,13 +61,16 @@ def take_sample(torch: Any, tensors: Iterable[Any]) -> Sample:
     return Sample(torch, parts[0].double() if len(parts) == 1 else torch.cat(parts).double(), _to_list)
 
 
-def hash_rows(torch: Any, tensor: Any) -> Sample | None:
-    """Return a hash of each sample of a batch, whose samples are its first dimension."""
+def hash_rows(torch: Any, tensor: Any, others: str) -> Sample | None:
+    """Return a hash of each sample of a batch (its first dimension), together with the other arguments."""
     if tensor.dim() < 1 or not len(tensor) or tensor[0].numel() < _LEAST_PER_ROW:
         return None
     flat = tensor.detach()[:_MOST_ROWS].flatten(1)
     part = flat[:, :: max(1, flat.shape[1] // _PER_ROW)][:, :_PER_ROW].contiguous()
-    return Sample(torch, part, lambda found: [zlib.crc32(row.tobytes()) for row in _to_bytes(torch, found)])
+    start = zlib.crc32(others.encode())
+    return Sample(
+        torch, part, lambda found: [zlib.crc32(row.tobytes(), start) for row in _to_bytes(torch, found)]
+    )
 
 
 def _to_list(tensor: Any) -> list[float]:
