@@ -181,10 +181,10 @@ def test_code_between_two_modules_is_put_to_their_parent() -> None:
     ("seen", "code"),
     [
         ({"looks_masked": True}, "PL702"),
-        ({"rounded_to": "bf16"}, "PL712"),
+        ({"rounded_to": "bf16", "size": 1e-3}, "PL712"),
     ],
 )
-def test_how_an_output_differs_reports_the_cause(seen: dict[str, bool], code: str) -> None:
+def test_how_an_output_differs_reports_the_cause(seen: dict[str, object], code: str) -> None:
     assert explain(differ("loss"), observe({0: [event("block.up|0|out|0", **seen)]}))[0] == code
 
 
