@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.collectives import ALGORITHMS, Cell, Collectives, Ring
+from paceline.bench.collectives import Cell, Collectives
 from paceline.bench.spread import Spread
 from paceline.cli.bench_collectives import describe_collectives, parse_sizes
 from paceline.errors import PacelineError
+from paceline.plan.calls import BUS_FACTORS
 from tests.cli.test_bench import run
 
 
@@ -49,14 +50,13 @@ def test_prints_a_row_per_operation(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "collectives on 2 ranks of 1 node, gloo" in out
     rows = [line for line in out.splitlines() if " KiB " in line]
-    assert [row.split()[0] for row in rows] == [name for name in ALGORITHMS if name != "barrier"]
-    assert "median error of the prediction" in out
+    assert [row.split()[0] for row in rows] == list(BUS_FACTORS)
+    assert "median error" not in out, "one size has no neighbours"
 
 
 def make_found() -> Collectives:
-    cell = Cell("all_reduce", 1024, "ring", Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
-    ring = Ring(1e-4, 1e-3, 1e7)
-    return Collectives((0, 1), ("host0", "host1"), "gloo", ring, [cell], 0.5, 0.0, 2)
+    cell = Cell("all_reduce", 1024, Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
+    return Collectives((0, 1), ("host0", "host1"), "gloo", [cell], 0.5, 0.0, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -69,10 +69,10 @@ def test_only_rank_0_prints_under_any_launcher(
     for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
     assert run("collectives") == 0
-    assert ("ring over all ranks" in capsys.readouterr().out) is (rank == 0)
+    assert ("collectives on 2 ranks" in capsys.readouterr().out) is (rank == 0)
 
 
 def test_what_people_read() -> None:
     lines = describe_collectives(make_found()).splitlines()
-    assert lines[-2] == "median error of the prediction: 50%; 0% of 1 cells within 25%"
-    assert "  ring over all ranks: 1.0 ms per step, 10 MB/s; 100 us per call" in lines
+    assert lines[-2] == "A size from the two around it: median error 50%, 0% within 15%"
+    assert any(line.endswith("3.0 ms (+50%)") for line in lines)
