@@ -15,7 +15,7 @@ from tests.chaos.processes import Activity, find_marked, kill, sort_by_role
 from tests.chaos.setting import FAULTY, PLAIN, Case, environment
 
 # Operations, bytes and files of one save of this run; a share of them says where in it a fault strikes.
-SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
+SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 5
 # Tensors that threads of all ranks copy.
 COPIED_TENSORS = 80
 # A start hangs if its processes want no core for so long; a busy machine makes it slow, but not idle.

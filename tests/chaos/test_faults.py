@@ -29,7 +29,7 @@ def whole(folder: CheckpointFolder) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("kill in the copy", "kill in retention")])
-@pytest.mark.parametrize("place", [1, 3, 5])
+@pytest.mark.parametrize("place", [1, 3, 4])  # a checkpoint has five files
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_fault_strikes_in_its_save(kind: str, place: int, number: int, tmp_path: Path) -> None:
     run = tmp_path / "out"

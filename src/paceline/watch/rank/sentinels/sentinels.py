@@ -146,7 +146,8 @@ class Sentinels:
                 if self._gradients.found is not None:
                     self._give_up()  # its hooks are off, so that no pass is counted
                 elif is_profiling(self._torch):  # its rows are to show the script, and nothing else
-                    self._pause()
+                    if self._gradients.observer is not None:
+                        self._pause()
                 elif not (self._is_over or _is_capturing(self._torch)):
                     note(*args, **kwargs)
             except Exception as error:
