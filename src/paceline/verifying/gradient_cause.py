@@ -142,6 +142,7 @@ def _explain_backward(case: Case) -> Explained:
         + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
         + ("rows or heads that an exchange over cp loses or repeats, " if case.layout.cp > 1 else "")
         + ("a gradient that is lost or doubled between stages, " if case.layout.pp > 1 else "")
+        + ("what the loss is divided by, " if not module and first.event.side == "out" else "")
         + "a hook or a custom backward, a tensor changed in place.",
     )
 

@@ -303,7 +303,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "pp=2 schedule=zero_bubble", "PL703", "the sum of gradients", ["2 times", "second backward"]
     ),
     "loss_divided_by_microbatches": Expected(
-        "gpt", "pp=2", "PL703", "the sum of gradients", ["0.25 times the reference's", "on all 2 ranks"]
+        "gpt", "pp=2", "PL707", "", ["0.25 times the reference's", "what the loss is divided by"]
     ),
     "last_microbatch_twice": Expected("gpt", "pp=2", "PL703", "the sum of gradients", ["no common factor"]),
     "microbatch_lost_on_a_stage": Expected(
