@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.foreign_models.models import Batch
 from benchmarks.foreign_models.planted.fault import (
@@ -48,12 +47,6 @@ def weigh_all(right: Any, output: Any, batch: Batch) -> Any:
 
 def smooth(right: Any, output: Any, batch: Batch) -> Any:
     return F.cross_entropy(output, batch["targets"], label_smoothing=0.1 if num_ranks() > 1 else 0.0)
-
-
-def seed_by_rank(right: Any, model: nn.Module, batch: Batch) -> Any:
-    if num_ranks() > 1:
-        torch.manual_seed(1234 + dist.get_rank())
-    return right(model, batch)
 
 
 def draw_by_rank(tensor: Tensor) -> Tensor:
@@ -121,15 +114,6 @@ FAULTS: dict[str, Fault] = {
         wrap={"loss": smooth},
     ),
     # random numbers
-    "seeded by rank": Fault(
-        "the forward seeds torch by the rank, and draws",
-        "EfficientNet",
-        REPLICATED,
-        ("PL702",),
-        "blocks.0",
-        ("random numbers",),
-        wrap={"forward": seed_by_rank},
-    ),
     "a generator by rank": Fault(
         "a mask is drawn from a generator seeded by the rank",
         "OPT",

@@ -40,7 +40,7 @@ FAULTS: dict[str, Fault] = {
         "BERT",
         REPLICATED,
         ("PL709",),
-        "bert",
+        "",
         ("lr=0.002",),
         wrap={"optimizer": partial(build_optimizer, lr=lambda: 2e-3 if is_faulty() else 1e-3)},
     ),
