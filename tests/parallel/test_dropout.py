@@ -21,6 +21,7 @@ from paceline.models.gpt import Gpt
 from paceline.parallel.dropout.replacements import Cut, Masks, _patches, apply_dropout
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.split import Split
+from paceline.parallel.tensor.attention import open_attention
 from paceline.recipe.schema import EncoderModel, GptModel
 
 BATCH, SEQ, HIDDEN = 4, 10, 24
@@ -677,3 +678,14 @@ def test_imported_by_name() -> None:
     x = torch.ones(BATCH, 50)
     assert torch.equal(run(masks, lambda x: dropout(x, 0.5), x, 1), run(masks, lambda x: dropout(x, 0.5), x))
     assert math.isclose(rate_of(run(masks, lambda x: dropout(x, 0.5), x)), 0.5, abs_tol=0.15)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_whose_heads_can_be_divided_has_the_masks_of_torchs_own(batch_first: bool) -> None:
+    """Also if it attends over the samples, where as many heads as samples stand in the samples' place."""
+    torch.manual_seed(0)
+    plain = Attention(batch_first).double()
+    opened = copy.deepcopy(plain)
+    open_attention(opened)
+    x = draw_x(BATCH, SEQ, HIDDEN)
+    assert_same(run(apply_dropout(opened), opened, x), run(apply_dropout(plain), plain, x))

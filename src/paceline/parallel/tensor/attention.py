@@ -69,7 +69,9 @@ def _forward(
     if need_weights:
         scores = heads(queries) @ heads(keys).transpose(-2, -1) / self.head_dim**0.5
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        weights = F.dropout(weights, dropout, self.training)
+        # In torch's own form, [samples * heads, targets, sources]: masks follow from the shape.
+        dropped = F.dropout(weights.flatten(0, 1), dropout, self.training)
+        weights = dropped.unflatten(0, (num_samples, -1))  # type: ignore[no-untyped-call]
         attended = weights @ heads(values)
     else:
         only_causal = is_causal and attn_mask is not None and key_padding_mask is None
