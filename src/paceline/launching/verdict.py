@@ -73,7 +73,9 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
     if job.rounds.asked is not None:
         if cause is not None and not cause.follower and cause.kind == "error":
             raise _fail(job, ranks, cause)
-        raise job.stop_error(job.rounds.asked, stop.num_killed)
+        # torch's agent kills ranks after the same time, and may come first.
+        num_killed = sum(ending.code == -signal.SIGKILL for ending in endings)
+        raise job.stop_error(job.rounds.asked, stop.num_killed or num_killed)
     _warn_late_settings(job)
     if cause is None:
         # This launcher was not asked to stop: its ranks stopped with those of another node, or a rank raised
