@@ -141,13 +141,14 @@ def check_arguments(
         default = signature.parameters[name].default
         # Some of the texts go on after the name, and have no value.
         example = next((ours for ours, _ in _WORDS if re.match(f"{name}=[^ ,]", ours)), "such a value")
-        pass_ = f"ass {example}."
         shown = repr(value) if isinstance(value, _PLAIN) else f"{type(value).__name__}(...)"
         raise PacelineError(
             "PL400",
             saw=f"{called}({name}={shown}).",
             rule=f"{name} takes {signature.parameters[name].annotation}.",
-            fix=f"P{pass_}" if default is _NONE else f"Leave {name}= out for {default!r}, or p{pass_}",
+            fix=f"Pass {example}."
+            if default is _NONE
+            else f"Leave {name}= out for {default!r}, or pass {example}.",
         )
 
 
