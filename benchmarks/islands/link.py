@@ -1,6 +1,7 @@
-"""Measures islands over a slow link: two nodes, 100 Mbit/s, a round trip of 50 ms; needs root.
+"""Measures islands over a slow link between two nodes: 100 Mbit/s, a round trip of 50 ms; needs root.
 
     python benchmarks/islands/link.py
+    python benchmarks/islands/link.py --rate 20 --round-trip 100 --only alone --only "islands every=50 int4"
 
 The nodes are network namespaces of this machine. A microbatch takes as long as a rank sleeps, as on an
 accelerator of its own; sums, codecs and the optimizer are real. Each turn takes a period of steps of islands,
@@ -10,6 +11,7 @@ communicates nothing. The result is added to link.jsonl beside this file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -28,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import paceline  # noqa: E402
 
-RATE_MBIT, ROUND_TRIP_MS, COMPUTE_S, LIMIT_S = 100, 50.0, 0.25, 500.0
+COMPUTE_S = 0.25
 WIDTH, NUM_LAYERS = 1024, 18
 # Steps per turn, and arguments.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -39,6 +41,9 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "islands every=20": (20, {"islands": {"every": 20}}),
     "islands every=20 int8": (20, {"islands": {"every": 20, "codec": "int8"}}),
     "islands every=20 int4": (20, {"islands": {"every": 20, "codec": "int4"}}),
+    "islands every=40 int4": (40, {"islands": {"every": 40, "codec": "int4"}}),
+    "islands every=50 int8": (50, {"islands": {"every": 50, "codec": "int8"}}),
+    "islands every=50 int4": (50, {"islands": {"every": 50, "codec": "int4"}}),
 }
 
 
@@ -60,20 +65,20 @@ def build(settings: dict[str, Any]) -> paceline.Trainer:
     )
 
 
-def measure() -> None:
+def measure(kinds: list[str], limit_s: float) -> None:
     began_s = time.perf_counter()
     with paceline.start(device="cpu", threads_per_rank=1) as world:
-        trainers = {kind: build(settings) for kind, (_, settings) in KINDS.items()}
-        samples = torch.randn(4 * 100, WIDTH, generator=torch.Generator().manual_seed(0))
+        trainers = {kind: build(settings) for kind, (_, settings) in KINDS.items() if kind in kinds}
+        samples = torch.randn(4 * 250, WIDTH, generator=torch.Generator().manual_seed(0))
         loaders = {
             kind: each.loader(samples, global_batch_size=4, epochs=9) for kind, each in trainers.items()
         }
         steps = {kind: iter(loader) for kind, loader in loaders.items()}
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        times: dict[str, list[float]] = {kind: [] for kind in trainers}
         turn = 0
         while True:
             turn_s = time.perf_counter()
-            for kind in KINDS if turn % 2 else list(KINDS)[::-1]:
+            for kind in trainers if turn % 2 else list(trainers)[::-1]:
                 num_steps = KINDS[kind][0]
                 dist.barrier()
                 start_s = time.perf_counter()
@@ -92,22 +97,40 @@ def measure() -> None:
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             if world.is_main and turn:
                 print(json.dumps({"turns": turn, "times": times}), flush=True)
-            if float(spent) > LIMIT_S:
+            if float(spent) > limit_s:
                 return
             turn += 1
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=100, help="Mbit/s")
+    parser.add_argument("--round-trip", type=float, default=50, help="ms")
+    parser.add_argument("--only", action="append", choices=KINDS, help="kinds to run; default: all")
+    parser.add_argument("--limit", type=float, default=500, help="seconds that all turns may take")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    kinds = args.only or list(KINDS)
+    if args.rank:
+        measure(kinds, args.limit)
+        return
     from tests.launching.nodes import why_no_nodes
     from tests.launching.on_nodes import run_on_nodes
 
     if reason := why_no_nodes():
         raise SystemExit(f"nodes cannot be made here: {reason}")
-    words = [sys.executable, "-W", "ignore", str(Path(__file__)), "rank"]
-    out = run_on_nodes((0, 1), RATE_MBIT, words, ROUND_TRIP_MS)
+    words = [sys.executable, "-W", "ignore", str(Path(__file__)), "--rank", "--limit", str(args.limit)]
+    words += [word for kind in kinds for word in ("--only", kind)]
+    out = run_on_nodes((0, 1), args.rate, words, args.round_trip)
     found = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
+    row = {
+        "load": os.getloadavg()[0],
+        "compute_s": COMPUTE_S,
+        "mbit": args.rate,
+        "round_trip_ms": args.round_trip,
+    }
     with (HERE / "link.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"load": os.getloadavg()[0], "compute_s": COMPUTE_S, **found}) + "\n")
+        file.write(json.dumps(row | found) + "\n")
     print(f"| {found['turns']} turns | s per step | of the tokens/s without communication |\n|---|---|---|")
     for kind, times in found["times"].items():
         shares = [alone / own for alone, own in zip(found["times"]["alone"], times, strict=True)]
@@ -115,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    measure() if sys.argv[1:] else main()
+    main()

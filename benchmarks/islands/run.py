@@ -30,6 +30,10 @@ SETTINGS = {
     "every=20 int8": ["islands.every=20", "islands.codec=int8"],
     "every=20 int4": ["islands.every=20", "islands.codec=int4"],
     "every=50": ["islands.every=50", "islands.codec=none"],
+    "every=50 int4": ["islands.every=50", "islands.codec=int4"],
+    "every=20 momentum 0.7": ["islands.every=20", "islands.codec=none", "islands.outer.momentum=0.7"],
+    "every=20 momentum 0.8": ["islands.every=20", "islands.codec=none", "islands.outer.momentum=0.8"],
+    "every=50 momentum 0.7": ["islands.every=50", "islands.codec=none", "islands.outer.momentum=0.7"],
     "every=20 without warm-up": ["islands.every=20", "islands.codec=none", "islands.warmup_steps=0"],
     "every=20 lr 0.7 momentum 0.9": [
         *("islands.every=20", "islands.codec=none", "islands.outer.lr=0.7", "islands.outer.momentum=0.9"),

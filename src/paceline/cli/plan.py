@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from paceline.cli.default_word import take_default
 from paceline.cli.plan_layouts import NAME, add_layouts
+from paceline.cli.plan_links import add_links
 from paceline.errors import PacelineError
 from paceline.pipeline.picture import draw_text
 from paceline.pipeline.schedule import Schedule
@@ -24,6 +25,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("plan", help="which layout fits and is fastest, before renting machines")
     kinds = parser.add_subparsers(dest="plan", required=True, metavar="TARGET|WHAT")
     add_layouts(kinds)
+    add_links(kinds)
     schedule = kinds.add_parser(
         "schedule",
         help="when each rank of a pipeline computes which microbatch, and how long it waits",
