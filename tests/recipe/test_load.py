@@ -181,6 +181,20 @@ ONE_PROBLEM = {
     "unknown in a table of a section": (
         *(small(islands={"outer": {"lrr": 1.0}}), "PL100", "unknown key islands.outer.lrr.", '"lr"'),
     ),
+    "a warm-up of islands beyond the run": (
+        *(
+            small(islands={"count": 2, "warmup_steps": 10**6}),
+            "PL673",
+            "islands.warmup_steps=1000000",
+            "or less",
+        ),
+    ),
+    "a period of islands beyond the run": (
+        *(small(islands={"count": 2, "every": 10**6}), "PL673", "islands.every=1000000", "or less"),
+    ),
+    "a negative staleness": (
+        *(small(asynchronous={"staleness": -1}), "PL101", "asynchronous.staleness=-1.", "staleness = 0"),
+    ),
     "zero": (small(model={"kind": "gpt", "layers": 0}), "PL101", "model.layers=0.", "layers = 4"),
     "negative": (small(optimizer={"lr": -0.1}), "PL101", "optimizer.lr=-0.1.", "lr = 0.001"),
     "not a number": (small(optimizer={"lr": float("nan")}), "PL101", "optimizer.lr=nan.", "lr = 0.001"),

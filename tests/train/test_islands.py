@@ -67,20 +67,30 @@ def train(world: Any, layout: str, last: int, settings: Any, folder: str | None 
 
 
 def train_plainly(
-    count: int, every: int, warmup: int, num_steps: int, outer: Any, skips: tuple[int, int] | None = None
+    count: int,
+    every: int,
+    warmup: int,
+    num_steps: int,
+    outer: Any,
+    skips: tuple[int, int] | None = None,
+    schedule: Any = None,
+    epoch: int = 12,
 ) -> list[Tensor]:
     """Train islands by a loop in one process: DiLoCo as its paper has it, after some common steps.
 
-    In the step `skips[0]`, from 0, island `skips[1]` leaves its weights alone.
+    In the step `skips[0]`, from 0, island `skips[1]` leaves its weights alone. `schedule` is of each inner
+    optimizer, and advances in every step. An epoch has so many steps.
     """
     lr, momentum, nesterov = outer
     first = build_model().double()
     models = [copy.deepcopy(first) for _ in range(count)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    schedules = [] if schedule is None else [schedule(optimizer) for optimizer in optimizers]
     common: list[Tensor] = []
     size = 16 // count
     for step in range(num_steps):
-        batch = SAMPLES.double()[step * 16 : step * 16 + 16]
+        at = step % epoch * 16
+        batch = SAMPLES.double()[at : at + 16]
         if step == warmup:
             common = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
             sgd = torch.optim.SGD(common, lr=lr, momentum=momentum, nesterov=nesterov)
@@ -93,6 +103,8 @@ def train_plainly(
             (loss_sum / weight).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
+        for each in schedules:
+            each.step()
         if step >= warmup and ((step - warmup + 1) % every == 0 or step == num_steps - 1):
             for number, tensor in enumerate(common):
                 now = [list(m.parameters())[number].detach() for m in models]
@@ -111,6 +123,25 @@ def test_islands_have_the_numbers_of_a_plain_loop(ranks: Pool, outer: Any) -> No
     settings = {"islands": SETTINGS | {"outer": table}, "dtype": "fp64"}
     [(found, _)] = ranks.run(train, nproc=1, args=("", NUM_STEPS, settings))
     for own, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
+
+
+def fall(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train_over_epochs(world: Any) -> list[Tensor]:
+    """Train for two epochs of seven steps, of which the first ends inside of a period."""
+    trainer = build(dtype="fp64", schedule=fall)
+    for share in trainer.loader(SAMPLES[: 7 * 16], global_batch_size=16, shuffle=False, epochs=2):
+        trainer.step(share)
+    assert trainer.step_number == 14
+    return whole(trainer)  # the run's last step has ended the last period
+
+
+def test_a_schedule_advances_in_every_step_and_periods_go_on_over_epochs(ranks: Pool) -> None:
+    truth = train_plainly(4, 3, 2, 14, (0.9, 0.5, True), schedule=fall, epoch=7)
+    for own, expected in zip(ranks.run(train_over_epochs, nproc=2)[0], truth, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -299,6 +330,13 @@ def refuse(world: Any, settings: dict[str, Any]) -> None:
         (2, {"layout": "cp=2"}, "PL670", "cp=1"),
         (1, {"ema": 0.9}, "PL671", "ema"),
         (1, {"checkpoint_mode": "sharded"}, "PL671", "checkpoint_mode"),
+        (1, {"asynchronous_saves": True}, "PL671", "asynchronous_saves"),
+        (1, {"compress": {"kind": "int8", "slots": 4}, "reduction": "exact"}, "PL671", "compress"),
+        (1, {"loss_over": "global_batch"}, "PL671", "global_batch"),
+        (1, {"islands": {"count": 0}}, "PL101", "count"),
+        (1, {"islands": {"warmup_steps": -1}}, "PL101", "warmup_steps"),
+        (1, {"islands": {"codec": "int2"}}, "PL101", "codec"),
+        (1, {"islands": {"fragments": 2}}, "PL100", "fragments"),
         (1, {"islands": SETTINGS | {"codec": "int8"}, "dtype": "fp64"}, "PL671", "fp32"),
         (1, {"islands": {"every": 0}}, "PL101", "every"),
         (1, {"islands": {"outer": {"lr": 0.0}}}, "PL101", "lr"),
@@ -320,26 +358,13 @@ def test_batches_that_islands_cannot_share_are_refused(ranks: Pool) -> None:
 
 def refuse_batches(world: Any) -> None:
     trainer = build()
-    for size, epochs in ((12, None), (16, 1)):
+    for size, epochs in ((12, None), (4, None), (16, 1)):  # 4: fewer microbatches than islands
         with pytest.raises(PacelineError, match="PL672"):
             trainer.loader(SAMPLES[:20], global_batch_size=size, epochs=epochs)
     with pytest.raises(PacelineError, match="PL672"):
         trainer.step(SAMPLES[:16])
     with pytest.raises(PacelineError, match="PL672"):
         trainer.loader(SAMPLES, global_batch_size=16, shard="mine")
-
-
-def test_verify_refuses_islands_by_name() -> None:
-    """Each island has weights of its own between exchanges, which a comparison by step would call a fault."""
-    with pytest.raises(PacelineError, match="PL743"):
-        paceline.verify(
-            build_model,
-            lambda step: SAMPLES[:16],
-            loss=loss_of,
-            layouts=["dp_replicate=2"],
-            optimizer=build_optimizer,
-            islands={"count": 2},
-        )
 
 
 def test_another_number_of_islands_is_refused_on_resume(ranks: Pool, tmp_path: Path) -> None:
@@ -350,8 +375,20 @@ def test_another_number_of_islands_is_refused_on_resume(ranks: Pool, tmp_path: P
     assert ranks.run(resume, nproc=1, args=(1, folder)) == [7]
 
 
-def resume(world: Any, count: int, folder: str) -> int:
-    trainer = build(SETTINGS | {"count": count})
-    trainer.resume(folder, accept=["islands"])
+@pytest.mark.parametrize("changed", [{"every": 4}, {"codec": "int8"}, {"outer": {"lr": 0.7}}])
+def test_other_islands_are_refused_on_resume_unless_accepted(
+    ranks: Pool, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    folder = str(tmp_path)
+    ranks.run(train_and_save, nproc=1, args=(6, {}, folder))
+    with pytest.raises(RankError, match="PL515") as raised:
+        ranks.run(resume, nproc=1, args=(4, folder, changed, []))
+    assert f"islands.{next(iter(changed))}" in str(raised.value)
+    assert ranks.run(resume, nproc=1, args=(4, folder, changed)) == [7]
+
+
+def resume(world: Any, count: int, folder: str, changed: Any = None, accept: Any = ("islands",)) -> int:
+    trainer = build(SETTINGS | {"count": count} | (changed or {}))
+    trainer.resume(folder, accept=list(accept))
     trainer.step(next(iter(trainer.loader(SAMPLES, global_batch_size=16, shuffle=False, epochs=9))))
     return trainer.step_number

@@ -138,6 +138,7 @@ def _verify_function(
             "Which layouts are legal, and what can be set, follows from a recipe.",
         )
     from paceline.recipe import Layout
+    from paceline.recipe.compress import CompressSection
     from paceline.verifying.check import RankLauncher, verify_subject
     from paceline.verifying.named import load_subject
 
@@ -146,7 +147,7 @@ def _verify_function(
     subject: UserSubject = load_subject(
         args.recipe, args.steps, "fp64" if args.dtype == "auto" else args.dtype
     )
-    if args.dtype == "auto" and subject.compress.kind != "none":
+    if args.dtype == "auto" and subject.read(CompressSection).kind != "none":
         subject = subject.with_dtype("fp32")
     if not quiet:
         count = f"{len(layouts)} layout{'s' * (len(layouts) != 1)}, against one process; {args.steps} steps"

@@ -7,10 +7,12 @@ https://arxiv.org/abs/1905.05957).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # In place of a slot's number: the residual of the sum over all slots.
@@ -90,6 +92,25 @@ class Residuals:
         for (slot, name), whole in self._loaded.items():
             piece = RowRange.all_of(name, whole.shape)
             yield slot, piece, whole.view(piece.num_rows, piece.length)
+
+    def gather(self, shapes: Mapping[str, Sequence[int]]) -> dict[int, dict[str, Tensor]]:
+        """Return on rank 0 the residuals of all ranks, by slot (or `SUM`) and name; collective.
+
+        Args:
+            shapes: of the whole parameters.
+        """
+        own = [(slot, piece, rows.cpu()) for slot, piece, rows in self.list_kept()]
+        gathered: list[Any] | None = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(own, gathered, dst=0)
+        found: dict[int, dict[str, Tensor]] = {}
+        for slot, piece, rows in (each for rank_own in gathered or [] for each in rank_own):
+            by_name = found.setdefault(slot, {})
+            if piece.name not in by_name:
+                by_name[piece.name] = torch.zeros(shapes[piece.name])
+            by_name[piece.name].view(-1, piece.length)[piece.start : piece.stop] = rows
+        return found
 
     def load(self, whole: Mapping[tuple[int, str], Tensor]) -> None:
         """Replace everything by whole residuals, by slot and name; used in part where a rank needs less."""

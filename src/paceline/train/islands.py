@@ -124,6 +124,11 @@ class Islands:
         update.islands = self
 
     @property
+    def global_buffers(self) -> set[int]:
+        """The buffers that have a global value, by `id`: BatchNorm's statistics."""
+        return set(map(id, self._statistics))
+
+    @property
     def _tensors(self) -> list[Tensor]:
         """This rank's parts of the weights in the model."""
         return [local(p.detach()) for _, p in self._named]
@@ -382,27 +387,20 @@ class Islands:
         if any(self._outer.state.get(tensor) for tensor in self._global):
             buffers = (self._outer.state[tensor]["momentum_buffer"] for tensor in self._global)
             momentum = self._join(buffers) if self._section.outer.momentum else None
-        residuals = [(slot, piece, rows.cpu()) for slot, piece, rows in self._residuals.list_kept()]
-        gathered: list[Any] | None = [(islands, residuals)]
+        gathered: list[Any] | None = [islands]
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered = [None] * dist.get_world_size() if self._is_main else None
             leads = dist.get_rank() % self.ranks.layout.num_ranks == 0
-            dist.gather_object((islands if leads else {}, residuals), gathered, dst=0)
+            dist.gather_object(islands if leads else {}, gathered, dst=0)
+        found = {island: state for own in gathered or [] for island, state in own.items()}
         shapes = {name: self._placement.whole_shape(name, p) for name, p in self._named}
-        whole: dict[str, dict[str, Tensor]] = {}
-        found: dict[str, Any] = {}
-        for own, rows_of in gathered or []:
-            found |= own
-            for slot, piece, rows in rows_of:
-                by_name = whole.setdefault(str(slot), {})
-                target = by_name.setdefault(piece.name, torch.zeros(shapes[piece.name]))
-                target.view(-1, piece.length)[piece.start : piece.stop] = rows
+        residuals = self._residuals.gather(shapes)
         statistics = [each.cpu() for each in self._global_statistics]
         return {
             "islands": found,
             "num_apart": self.num_apart,
             "momentum": momentum,
-            "residuals": whole,
+            "residuals": {str(slot): by_name for slot, by_name in residuals.items()},
             "statistics": statistics,
         }
 

@@ -19,14 +19,14 @@ from paceline.launching.local import check_launch, launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
 from paceline.recipe import Layout, Recipe
-from paceline.recipe.explain import validate_section
+from paceline.recipe.compress import CompressSection
 from paceline.recipe.islands import IslandsSection
 from paceline.signatures import check_arguments, explain_arguments
 from paceline.train.trainer import Trainer
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS
-from paceline.verifying.compression import settle_slots
+from paceline.verifying.compression import settle_islands, settle_slots
 from paceline.verifying.layouts import Compared, compare_layouts
 from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_reference
 from paceline.verifying.precision import KINDS_OF_TYPES
@@ -200,7 +200,7 @@ def verify(
         settings=settings,
     )
     if dtype == "auto":
-        subject = subject.with_dtype("fp64" if subject.compress.kind == "none" else "fp32")
+        subject = subject.with_dtype("fp64" if subject.read(CompressSection).kind == "none" else "fp32")
     resolved = [resolve_layout(layout) for layout in layouts]
     return verify_subject(
         subject, resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
@@ -265,11 +265,12 @@ def verify_subject(
     """Compare layouts of a subject with one process; see `verify_recipe`.
 
     Raises:
-        PacelineError: PL720 without layouts or steps, PL743 with islands or stale updates, PL722 if
-            the reference cannot be repeated.
+        PacelineError: PL720 without layouts or steps, PL743 with stale updates, PL722 if the
+            reference cannot be repeated.
     """
     _check(subject, layouts)
     subject, on_compression = settle_slots(subject, layouts)
+    subject, on_islands = settle_islands(subject)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         began_s = time.perf_counter()
         subject, facts, remarks = _make_reference(subject, folder, run, may_narrow)
@@ -288,7 +289,7 @@ def verify_subject(
         tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
         reference_s=reference_s,
         draws=facts.draws,
-        remarks=[*on_compression, *remarks, *session.remarks],
+        remarks=[*on_compression, *on_islands, *remarks, *session.remarks],
     )
 
 
@@ -362,6 +363,8 @@ class _Session:
         if not differences:
             return _summarise(layout, ranks, None)
         case = Case(layout, self._subject.dtype, self._facts, differences)
+        if self._subject.read(IslandsSection).count > 1:  # whose modules see different weights
+            return _summarise(layout, ranks, _describe_islands(case))
         if case.step > 0:
             try:
                 case = self._watch(case, size)
@@ -414,6 +417,22 @@ class _Session:
                 "its weights.",
             )
         )
+
+
+def _describe_islands(case: Case) -> Finding:
+    """Return the finding for islands that differ from those in turns in one process."""
+    first = max(case.first, key=lambda d: d.ratio)
+    names = name_some([d.name for d in case.first])
+    kind = first.kind if case.step == 1 else f"global {first.kind}"
+    return Finding(
+        "PL744",
+        f"{case.layout}, step {case.step}",
+        f"The {kind} of {names} differs {case.name_ranks(d.rank for d in case.first)}, "
+        f"{show_size(first.size, first.tolerance)}.",
+        "Islands on any number of ranks give the numbers of islands that take turns in one process.",
+        "Look for code that depends on the rank: random numbers, hooks on gradients, messages of your own. "
+        "After step 1 it may act in the steps of one island or in the exchange.",
+    )
 
 
 def _describe_unexplained(case: Case, error: Exception) -> Finding:
@@ -482,18 +501,6 @@ def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
         )
     if isinstance(subject, UserSubject):
         subject.check_data()
-    given: Any = subject.settings.get("islands") if isinstance(subject, UserSubject) else None
-    if isinstance(subject, RecipeSubject):
-        given = subject.recipe.islands
-    section = validate_section("islands", IslandsSection, given)
-    if section.count > 1:
-        raise PacelineError(
-            "PL743",
-            saw=f"islands.count={section.count}.",
-            rule="Gradients and weights are compared after every step, and those of each island differ.",
-            fix="Verify with islands.count=1. To compare islands, train on 1 rank and on several, and "
-            "compare `paceline checkpoint hash` of both runs.",
-        )
     if isinstance(subject, RecipeSubject) and subject.recipe.asynchronous.staleness:
         raise PacelineError(
             "PL743",

@@ -28,15 +28,24 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
 
     Tied parameters are yielded under each of their names, so that copies that drift apart are detected.
     Buffers that are not saved are left out: they may be scratch, such as a cache that each forward fills. One
-    that matters shows in the outputs.
+    that matters shows in the outputs. Of islands that are apart, these are the global weights and statistics.
     """
-    for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-        if holds(trainer, name):
-            yield "weight", name, take_local(parameter)
-    saved = trainer.model.state_dict(keep_vars=True).keys()
-    for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
-        if name in saved and holds(trainer, name):
-            yield "buffer", name, take_local(buffer)
+    islands = trainer._islands
+    shared = islands.global_buffers if islands is not None and islands.is_split else None
+    with trainer._whole_islands():
+        for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+            if holds(trainer, name):
+                yield "weight", name, take_local(parameter)
+        saved = trainer.model.state_dict(keep_vars=True).keys()
+        for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
+            is_shared = shared is None or id(buffer) in shared
+            if name in saved and holds(trainer, name) and is_shared:
+                yield "buffer", name, take_local(buffer)
+
+
+def are_apart(trainer: Trainer) -> bool:
+    """Return whether the trainer has islands whose weights differ, so that ranks hold different numbers."""
+    return trainer._islands is not None and trainer._islands.is_split
 
 
 def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:

@@ -39,6 +39,7 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.recipe import Layout
+from paceline.recipe.compress import CompressSection
 from paceline.verifying.compare import EPS, FACTORS, Noise, largest, measure_distance
 from paceline.verifying.observe import move_last_bits
 from paceline.verifying.precision import Rounding
@@ -241,7 +242,7 @@ def _rerun(
     """
     # The fast reduction adds in the order of the microbatches; the exact one, which alone compresses, has a
     # fixed order of its own and takes no other.
-    is_compressed = subject.compress.kind != "none"
+    is_compressed = subject.read(CompressSection).kind != "none"
     reduction = subject.reduction if is_compressed else "fast"
     trainer = opened.build_trainer(ONE, reduction=reduction, clip_norm=clip_norm)
     move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)

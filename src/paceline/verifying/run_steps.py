@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.data.share import Share
 from paceline.train.trainer import Trainer
-from paceline.verifying.observe import list_optimizer_state, list_tensors, take_local
+from paceline.verifying.observe import are_apart, list_optimizer_state, list_tensors, take_local
 
 # In the order in which a step produces them, so that the first kind that differs is the first difference.
 KINDS = ("initial", "weight of the batch", "loss", "gradient", "norm", "weight", "buffer", "optimizer")
@@ -40,7 +40,8 @@ def run_steps(
     """Take `num_steps` optimizer steps; collective.
 
     Order: initial weights and buffers as step 0; per step gradients (after reduction, before clipping), the
-    batch's weight, loss and global norm, weights and buffers; at the end the optimizer's state.
+    batch's weight, loss and global norm, weights and buffers; at the end the optimizer's state. Of islands
+    after their warm-up, only the global weights and statistics.
 
     Raises:
         StopIteration: never; `shares` has no end.
@@ -49,6 +50,8 @@ def run_steps(
     current = 0
 
     def show_gradients(gradients: dict[str, Tensor]) -> None:
+        if are_apart(trainer):
+            return
         for name, gradient in gradients.items():
             observer.tensor(current, "gradient", name, name, take_local(gradient))
 
@@ -59,11 +62,14 @@ def run_steps(
         if before_step is not None:
             before_step(number, share)
         step = trainer.step(share)
-        update = next(iter(step.updates.values()))
-        observer.number(number, "weight of the batch", update.weight)
-        observer.number(number, "loss", math.nan if step.skipped else update.loss)
-        observer.number(number, "norm", update.grad_norm)
+        if not are_apart(trainer):
+            update = next(iter(step.updates.values()))
+            observer.number(number, "weight of the batch", update.weight)
+            observer.number(number, "loss", math.nan if step.skipped else update.loss)
+            observer.number(number, "norm", update.grad_norm)
         show_state(trainer, number, observer)
+    if are_apart(trainer):
+        return
     for name, key, tensor in list_optimizer_state(trainer):
         observer.tensor(num_steps, "optimizer", f"{name} {key}", name, tensor)
 

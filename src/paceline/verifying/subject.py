@@ -16,7 +16,9 @@ from paceline.data.share import Share, count_owned, owned_microbatches, split_mi
 from paceline.errors import PacelineError
 from paceline.recipe import Layout, Recipe, Rules
 from paceline.recipe.compress import CompressSection
-from paceline.recipe.explain import validate_section
+from paceline.recipe.explain import SectionT, validate_section
+from paceline.recipe.islands import IslandsSection
+from paceline.recipe.section import Section
 from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
@@ -24,6 +26,7 @@ from paceline.train.trainer import Trainer
 
 # A user's global batch is cut into this many microbatches if no size is given, as the trainer does it.
 _NUM_MICROBATCHES = 8
+_NAMES: dict[type[Section], str] = {CompressSection: "compress", IslandsSection: "islands"}
 
 
 class Opened(Protocol):
@@ -61,15 +64,14 @@ class Subject(Protocol):
     def open(self) -> Opened:
         """Read the data; called once on every rank."""
 
-    @property
-    def compress(self) -> CompressSection:
-        """The compression of gradients."""
-
     def with_dtype(self, dtype: str) -> Subject:
         """Return the same subject, trained in another dtype."""
 
-    def with_slots(self, num_slots: int) -> Subject:
-        """Return the same subject, its gradients compressed in this number of slots."""
+    def read(self, section: type[SectionT]) -> SectionT:
+        """Return its compression of gradients, or its islands."""
+
+    def with_section(self, section: Section, num_steps: int) -> Subject:
+        """Return the same subject with another section, and this number of steps to compare."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,13 @@ class RecipeSubject:
         train = self.recipe.train.model_copy(update={"dtype": dtype})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
-    @property
-    def compress(self) -> CompressSection:
-        return self.recipe.compress
+    def read(self, section: type[SectionT]) -> SectionT:
+        found: SectionT = getattr(self.recipe, _NAMES[section])
+        return found
 
-    def with_slots(self, num_slots: int) -> RecipeSubject:
-        section = self.recipe.compress.model_copy(update={"slots": num_slots})
-        return replace(self, recipe=self.recipe.model_copy(update={"compress": section}))
+    def with_section(self, section: Section, num_steps: int) -> RecipeSubject:
+        recipe = self.recipe.model_copy(update={_NAMES[type(section)]: section})
+        return replace(self, recipe=recipe, num_steps=num_steps)
 
 
 class _OpenedRecipe:
@@ -174,14 +176,13 @@ class UserSubject:
     def with_dtype(self, dtype: str) -> UserSubject:
         return replace(self, dtype=dtype)
 
-    @property
-    def compress(self) -> CompressSection:
-        given: CompressSection | None = self.settings.get("compress")
-        return validate_section("compress", CompressSection, given)
+    def read(self, section: type[SectionT]) -> SectionT:
+        name = _NAMES[section]
+        found: SectionT = validate_section(name, section, self.settings.get(name))
+        return found
 
-    def with_slots(self, num_slots: int) -> UserSubject:
-        section = self.compress.model_copy(update={"slots": num_slots})
-        return replace(self, settings=self.settings | {"compress": section})
+    def with_section(self, section: Section, num_steps: int) -> UserSubject:
+        return replace(self, settings=self.settings | {_NAMES[type(section)]: section}, num_steps=num_steps)
 
     def check_data(self) -> None:
         """Raise PL721 for data that give no global batches."""

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.part import Part
 from paceline.comm.residuals import SUM
 from paceline.comm.slots import list_own_slots
-from paceline.parallel.compress import Compression
 from paceline.train.update import Update
 
 # Per model: the number of slots, and by slot (or "sum") and parameter the whole residual.
@@ -32,25 +30,10 @@ def gather_residuals(updates: Mapping[str, Update]) -> Saved:
     for name, update in updates.items():
         if update.compression is not None:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
-            whole = _gather(update.compression, shapes)
-            found[name] = {"slots": update.compression.settings.slots, _ROOT: whole}
+            whole = update.compression.residuals.gather(shapes)
+            named = {_NAMES.get(slot, str(slot)): by_name for slot, by_name in whole.items()}
+            found[name] = {"slots": update.compression.settings.slots, _ROOT: named}
     return found
-
-
-def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:
-    own = [(slot, piece, rows.cpu()) for slot, piece, rows in compression.residuals.list_kept()]
-    gathered: list[Any] | None = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, gathered, dst=0)
-    whole: dict[str, dict[str, Tensor]] = {}
-    for rank_own in gathered or []:
-        for slot, piece, rows in rank_own:
-            by_name = whole.setdefault(_NAMES.get(slot, str(slot)), {})
-            if piece.name not in by_name:
-                by_name[piece.name] = torch.zeros(shapes[piece.name])
-            by_name[piece.name].view(-1, piece.length)[piece.start : piece.stop] = rows
-    return whole
 
 
 def choose_residuals(saved: Saved, updates: Mapping[str, Update]) -> Saved:
