@@ -3,6 +3,7 @@
     python -m tests.chaos.run --kills 100 --seed 0 [--reductions fast,exact] [--keep DIR] [--json]
     python -m tests.chaos.run --pipelines fp32,bf16
     python -m tests.chaos.run --compress int8,int4 --kills 20
+    python -m tests.chaos.run --islands none,int4 --kills 20
 
 Each run is given the same command again and again until it is complete: fast reduction on 1, 2, 3 and 4
 ranks, exact reduction on another number of ranks each time, pipelines under another layout each time. What it
@@ -74,7 +75,7 @@ class Chaos:
         if case.reference in self._references:
             return
         folder = self.folder / f"reference-{case.reference}"
-        write_setting(folder, is_pipeline=bool(case.layouts))
+        write_setting(folder, case)
         start = run_start(case, None, folder, folder.name, expected_s=(0.0, 0.0))
         if start.status != 0:
             raise RuntimeError(f"the undisturbed run failed:\n{start.stderr}")
@@ -87,7 +88,7 @@ class Chaos:
     def _disturb(self, name: str, case: Case) -> None:
         """One run, started again until it is complete."""
         folder = self.folder / f"run-{name}"
-        write_setting(folder, is_pipeline=bool(case.layouts))
+        write_setting(folder, case)
         damaged: set[int] = set()
         before: Start | None = None
         for number in range(_MAX_STARTS):
@@ -301,6 +302,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--compress", metavar="KINDS", help="in place of the others, exact reduction with these compressions"
     )
+    parser.add_argument(
+        "--islands", metavar="CODECS", help="in place of the others, 12 islands with these codecs"
+    )
     parser.add_argument("--keep", type=Path, help="do it in this new folder, and leave it there")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
@@ -313,6 +317,10 @@ def main(words: list[str] | None = None) -> int:
         kinds = args.compress.split(",")
         exact = make_cases(["exact"], args.modes.split(","))
         cases = [replace(case, compress=kinds[n % len(kinds)]) for n, case in enumerate(exact)]
+    if args.islands:
+        codecs = args.islands.split(",")
+        exact = make_cases(["exact"], ["full"])
+        cases = [replace(case, islands=codecs[n % len(codecs)]) for n, case in enumerate(exact)]
     if not cases:
         parser.error(f"--reductions {args.reductions}: neither fast nor exact is among them")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))

@@ -60,6 +60,8 @@ _PIPELINE = {
     "microbatch_size = 4": "microbatch_size = 2",
     "[ddp]\nbucket_cap_mb = 0.05\n": "",
 }
+# What changes for islands, whose share of every global batch is equal.
+_ISLANDS = {"epochs = 3": "steps = 30"}
 # Starts of a pipeline's run have these layouts in turn, the first one on a single rank.
 PIPELINES = ("", "pp=2", "pp=4", "pp=2 dp_replicate=2", "pp=2 dp_shard=2")
 _WORDS = re.findall(
@@ -67,15 +69,18 @@ _WORDS = re.findall(
 )
 
 
-def write_setting(folder: Path, *, is_pipeline: bool = False) -> None:
-    """Write the recipe and its text."""
+def write_setting(folder: Path, case: Case | None = None) -> None:
+    """Write the recipe of a case and its text."""
     chance = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for number in range(4):
         words = [chance.choice(_WORDS) + chance.choice(("", "", "s", "ed", ",", ".")) for _ in range(2600)]
         (folder / "text" / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
     recipe = RECIPE
-    for old, new in _PIPELINE.items() if is_pipeline else ():
+    changes: dict[str, str] = {}
+    if case is not None:
+        changes = _PIPELINE if case.layouts else _ISLANDS if case.islands else {}
+    for old, new in changes.items():
         assert old in recipe, old
         recipe = recipe.replace(old, new)
     (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
@@ -94,6 +99,7 @@ class Case:
         layouts: of the starts, in turn; by default the ranks are replicas.
         dtype: `train.dtype`.
         compress: `compress.kind`; empty for none.
+        islands: `islands.codec`; empty for no islands.
     """
 
     reduction: str
@@ -104,13 +110,14 @@ class Case:
     layouts: tuple[str, ...] = ()
     dtype: str = "fp32"
     compress: str = ""
+    islands: str = ""
 
     @property
     def label(self) -> str:
         """The name in the report."""
         if self.layouts:
             return f"{self.dtype} under pipelines in turn"
-        kind = f", {self.compress}" if self.compress else ""
+        kind = f", {self.compress}" if self.compress else f", islands {self.islands}" if self.islands else ""
         return f"{self.reduction}{kind} on {self.nproc or 'changing numbers of'} ranks"
 
     @property
@@ -120,6 +127,8 @@ class Case:
             return f"pipelines-{self.dtype}"
         if self.compress:
             return f"exact-{self.compress}"
+        if self.islands:
+            return f"islands-{self.islands}"
         return "exact" if self.reduction == "exact" else f"fast-{self.nproc}"
 
     def words(self, out: str, nproc: int, layout: str = "") -> list[str]:
@@ -131,6 +140,9 @@ class Case:
         if self.compress:
             # As many slots as 1, 2, 3 and 4 ranks can share, and no fewer microbatches.
             settings += [f"compress.kind={self.compress}", "compress.slots=12", "train.microbatch_size=2"]
+        if self.islands:
+            settings += ["islands.count=12", "islands.every=3", "islands.warmup_steps=3"]
+            settings += [f"islands.codec={self.islands}", "train.microbatch_size=2"]
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 
