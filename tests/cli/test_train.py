@@ -82,3 +82,25 @@ def test_asynchronous_updates_are_replayed_on_other_ranks(folder: Path) -> None:
     done = paceline(folder, "train", "recipe.toml", *replay, *settings, "--set", "optimizer.lr=0.5")
     assert done.returncode == 2
     assert "PL530" in done.stderr
+
+
+def test_islands_leave_out_the_ragged_end_of_an_epoch(folder: Path) -> None:
+    recipe = (folder / "recipe.toml").read_text().replace("steps = 4", "epochs = 3")
+    (folder / "recipe.toml").write_text(recipe)
+    words = ["--set", "train.global_batch_size=8", "--set", "train.microbatch_size=1", "--nproc", "1"]
+    counts = {}
+    for count in (1, 2):
+        islands = [
+            "--set",
+            f"islands.count={count}",
+            "--set",
+            "islands.every=2",
+            "--set",
+            "islands.warmup_steps=1",
+        ]
+        done = paceline(folder, "train", "recipe.toml", "--out", f"out-{count}", *words, *islands)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (folder / f"out-{count}/metrics.jsonl").read_text().splitlines()]
+        counts[count] = [row["samples"] for row in rows]
+    assert len(counts[1]) == len(counts[2]) + 3  # one of each epoch
+    assert counts[2] == [8 * (1 + step) for step in range(len(counts[2]))]

@@ -24,6 +24,7 @@ EXAMPLES = {
     "bench collectives": "bench collectives --nproc 4",
     "plan": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
     "plan layouts": 'plan recipes/gpt-stdlib.toml --cluster "8 nodes of 8 H100-80"',
+    "plan links": "plan links recipes/gpt-islands.toml --link 100mbit,50ms --step 0.3",
     "probe": "probe --nproc 4",
     "plan schedule": "plan schedule 1f1b --ranks 4",
     "completion": "completion bash",

@@ -144,7 +144,7 @@ def share_error(count: int, num_microbatches: int) -> PacelineError | None:
         saw=f"islands.count={count}, and a global batch of {num_microbatches} microbatches.",
         rule="Every island trains on the same number of microbatches of every global batch, at least one.",
         fix="Change the microbatch size or the global batch size. If only the last batch of an epoch is "
-        "smaller, pass drop_last=True, or train for a number of steps.",
+        "smaller, pass drop_last=True to the loader.",
     )
 
 

@@ -144,6 +144,7 @@ def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool)
         global_batch_size=recipe.train.global_batch_size,
         shuffle=None if train else False,
         epochs=recipe.train.epochs if train else None,
+        drop_last=train and recipe.islands.count > 1,  # a smaller batch is no equal share for each
         num_workers=section.num_workers,
         prefetch=section.prefetch,
         pin_memory=None if section.pin_memory == "auto" else section.pin_memory,
@@ -160,7 +161,9 @@ def count_steps(recipe: Recipe, num_samples: int) -> int:
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert recipe.train.epochs is not None
-    num_steps = recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
+    size = recipe.train.global_batch_size
+    rest = 0 if recipe.islands.count > 1 else size - 1
+    num_steps = recipe.train.epochs * ((num_samples + rest) // size)
     if parts := recipe.islands.find_broken(num_steps):
         raise PacelineError(parts[0], saw=parts[1], rule=parts[2], fix=parts[3])
     if recipe.compress.after_steps and recipe.compress.after_steps >= num_steps:
