@@ -1,7 +1,7 @@
 """Measures what following a script's numbers costs: blocks of steps with and without, in turn.
 
-    python benchmarks/watching/sentinels.py            # 200 pairs of blocks, about a minute
-    python benchmarks/watching/sentinels.py --pairs 20
+    python benchmarks/watching/sentinels.py                        # 200 pairs of blocks of 0.13M parameters, about a minute
+    python benchmarks/watching/sentinels.py --size 20M --pairs 10
 
 It prints the CPU time of the main thread per step, in the steady state (a look of 6 passes in each round of
 256) and while every pass is looked at. Use an idle machine.
@@ -23,16 +23,20 @@ from paceline.watch.rank.gradients import Gradients
 from paceline.watch.rank.sentinels.sentinels import Sentinels
 
 _NUM_STEPS = 256  # a whole round
+_WIDTHS = {"0.13M": (256, 320, 128), "20M": (1024, 6144, 2304)}
 
 
 class Training:
-    """A small training, 0.13M parameters, of which blocks of steps are timed."""
+    """A training of which blocks of steps are timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(256, 320), nn.ReLU(), nn.Linear(320, 128), nn.Linear(128, 10))
+        first, wide, last = _WIDTHS[size]
+        self.model = nn.Sequential(
+            nn.Linear(first, wide), nn.ReLU(), nn.Linear(wide, last), nn.Linear(last, 10)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        data = TensorDataset(torch.randn(_NUM_STEPS * 32, 256), torch.randint(0, 10, (_NUM_STEPS * 32,)))
+        data = TensorDataset(torch.randn(_NUM_STEPS * 32, first), torch.randint(0, 10, (_NUM_STEPS * 32,)))
         self.loader: DataLoader[Any] = DataLoader(data, batch_size=32)
 
     def run_block(self) -> float:
@@ -45,11 +49,11 @@ class Training:
         return (time.thread_time() - began_s) / _NUM_STEPS
 
 
-def measure(num_pairs: int) -> dict[str, list[float]]:
+def measure(num_pairs: int, size: str) -> dict[str, list[float]]:
     """Return the seconds per step of each block, by way."""
     gradients = Gradients()
     gradients.install(torch)  # its hooks are there in each way
-    training = Training()
+    training = Training(size)
     times: dict[str, list[float]] = {"off": [], "on": []}
     for number in range(num_pairs):
         for way in ("off", "on") if number % 2 else ("on", "off"):
@@ -59,7 +63,7 @@ def measure(num_pairs: int) -> dict[str, list[float]]:
                 if not gradients.passes:
                     training.run_block()  # the first look is longer
             times[way].append(training.run_block())
-            sentinels.remove()
+            sentinels.end()
     return times
 
 
@@ -67,9 +71,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=200)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--size", choices=_WIDTHS, default="0.13M")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    times = measure(pairs)
+    times = measure(args.pairs, args.size)
     ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
     spread = Spread.of(ratios)
     print(f"off {1e6 * statistics.median(times['off']):.0f} us per step, with looks times {spread:.4f}")

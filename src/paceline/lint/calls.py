@@ -117,16 +117,16 @@ def _shape_of(args: list[Value]) -> tuple[Any, ...] | None:
     return shape if shape and all(isinstance(one, int) for one in shape) else None
 
 
-def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> Taint:
+def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> int:
     generator = kwargs.get("generator")
     if generator is not None:
-        seeded: Taint | None = generator.fact("seeded")
+        seeded: int | None = generator.fact("seeded")
         if seeded is None:
             return Taint.UNKNOWN
         return seeded | Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
     if run.seed is None and not run.num_unread_calls:
         return Taint.LOCAL
-    return Taint.UNKNOWN if run.seed is None or Taint.RANK not in run.seed else Taint.LOCAL
+    return Taint.UNKNOWN if run.seed is None or not Taint.RANK & run.seed else Taint.LOCAL
 
 
 def _collective(c: KnownCall) -> Value:

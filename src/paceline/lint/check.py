@@ -16,12 +16,13 @@ from paceline.lint.rules import RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
 from paceline.lint.scopes import Function, Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
-from paceline.lint.values import WITNESSES, Value, unknown
+from paceline.lint.values import WITNESSES, Value, WitnessPlace, unknown
 
 # A file without any of these words has nothing to do with ranks.
 _WORDS = re.compile(r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator")
 _SPAWNS = re.compile(r"\bspawn\(|\bProcess\(|\bstart_processes\(")
 _MOST_BYTES = 1_000_000
+_MOST_MEANT = 2  # further witnesses: ranks that a script names
 
 
 @dataclass(frozen=True, order=True)
@@ -87,20 +88,36 @@ def check_text(text: str, path: str) -> list[LintFinding]:
 
 
 def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
-    runs = []
-    for place in WITNESSES:
-        run = Interpreter(place, _parse_file)
-        run.entry = path
-        module = Module(path, tree, text)
-        run.run_module(module, is_main=True)
-        runs.append((run, module))
-    visited = set[int]().union(*(run.visited for run, _ in runs))
-    spawns = _SPAWNS.search(text) is not None
+    places = list(WITNESSES)
+    runs = [_run_main(places[0], tree, text, path)]
     named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(tree)}
-    for run, module in runs:
+    if runs[0].has_asked:
+        runs += [_run_main(place, tree, text, path) for place in places[1:]]
+        meant = set[int]().union(*(run.meant for run in runs)) - {place.rank for place in places}
+        places += [WitnessPlace.of(rank) for rank in sorted(meant)[:_MOST_MEANT]]
+        runs += [_run_main(place, tree, text, path) for place in places[len(runs) :]]
+    visited = set[int]().union(*(run.visited for run in runs))
+    for run in runs:
         run.visited |= visited  # what only some ranks call has been seen where they call it
-        _run_the_rest(run, module, named)
-    return [WitnessTrace(run.place, run.trace, text, run.reads, spawns) for run, _ in runs]
+        _run_the_rest(run, run.main, named)
+    if len(runs) == 1 and runs[0].has_asked:
+        for place in places[1:]:
+            runs.append(_run_main(place, tree, text, path))
+            _run_the_rest(runs[-1], runs[-1].main, named)
+    runs += runs * (len(places) - len(runs))  # of a script that is the same on all ranks
+    spawns = _SPAWNS.search(text) is not None
+    return [
+        WitnessTrace(place, run.trace, text, run.reads, spawns)
+        for place, run in zip(places, runs, strict=True)
+    ]
+
+
+def _run_main(place: WitnessPlace, tree: ast.Module, text: str, path: str) -> Interpreter:
+    run = Interpreter(place, _parse_file)
+    run.entry = path
+    run.main = Module(path, tree, text)
+    run.run_module(run.main, is_main=True)
+    return run
 
 
 def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:

@@ -46,17 +46,30 @@ class Evaluator:
     loops: tuple[int, ...]
 
     def __init__(self, place: WitnessPlace) -> None:
-        self.place = place
+        self._place = place
+        self.has_asked = False  # for a number of its place
+        self.meant: set[int] = set()  # ranks that the script compares its own with
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths
         self.is_assumed = False  # of a function that nobody in the file calls
         self.device_set = False
         self.backend = ""
-        self.seed: Taint | None = None  # origins of the last seed of torch
+        self.seed: int | None = None  # origins of the last seed of torch
         self.num_joins = 0
         self.num_unread_calls = 0
         self.no_sync: list[Value] = []
         self.no_grad = 0
+        self._methods: dict[type[ast.AST], Any] = {}
+
+    @property
+    def place(self) -> WitnessPlace:
+        """The place at which it runs."""
+        self.has_asked = True
+        return self._place
+
+    @place.setter
+    def place(self, place: WitnessPlace) -> None:
+        self._place = place
 
     @property
     def is_started(self) -> bool:
@@ -66,7 +79,7 @@ class Evaluator:
     def eval(self, node: ast.AST) -> Value:
         """Return the value of an expression."""
         self.tick()
-        method = getattr(self, "_eval_" + type(node).__name__.lower(), None)
+        method = self.find_method("_eval_", node)
         if method is None:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
@@ -74,6 +87,13 @@ class Evaluator:
             return unknown()
         value: Value = method(node)
         return value
+
+    def find_method(self, prefix: str, node: ast.AST) -> Any:
+        """Return the method for a kind of node, or None."""
+        kind = type(node)
+        if kind not in self._methods:
+            self._methods[kind] = getattr(self, prefix + kind.__name__.lower(), None)
+        return self._methods[kind]
 
     def truth(self, value: Value) -> bool | None:
         """Return whether a value is true, or None if that is not known."""
@@ -276,6 +296,9 @@ class Evaluator:
                 else constant(found is isinstance(op, (ast.Is, ast.In)), taint)
             )
         if left.is_known and right.is_known:
+            for one, other in ((left, right), (right, left)):
+                if one.fact("rank") and isinstance(op, (ast.Eq, ast.NotEq)) and other.const in range(16):
+                    self.meant.add(int(other.const))
             with suppress(Exception):
                 return constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
         result = unknown(taint)

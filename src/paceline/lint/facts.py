@@ -155,10 +155,10 @@ def take_slice(run: Evaluator, value: Value, part: Value) -> Value:
     items = known_items(value)
     bounds: list[Any] = [one.const if one.is_known else ... for one in (lower, upper, step)]
     kind = "range" if value.kind == "range" else value.kind if value.kind in ("tuple", "tensor") else "list"
-    by_step = Taint.RANK in lower.taint and (
+    by_step = Taint.RANK & lower.taint and (
         step.fact("world") or (step.is_known and step.const == run.place.world)
     )
-    by_block = Taint.RANK in lower.taint and Taint.RANK in upper.taint
+    by_block = Taint.RANK & lower.taint and Taint.RANK & upper.taint
     if items is not None and ... not in bounds:
         result = sequence(items[slice(*bounds)], "tuple" if kind == "tuple" else "list")
         result.start_taint |= part.taint

@@ -7,8 +7,10 @@ Calls into the file and the modules beside it are followed.
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ _MOST_CALLS = 14
 _MOST_UNROLLED = 16
 _MOST_MODULES = 30
 NEXT = frozenset({"next"})
+
+
+@lru_cache(maxsize=10_000)
+def _list_files(root: str, name: str) -> tuple[str, ...]:
+    """Return the files that a module of a folder may be in."""
+    path = os.path.normpath(os.path.join(root, *name.split(".")))
+    files = (path + ".py", os.path.join(path, "__init__.py"))[not name :]
+    return tuple(file for file in files if os.path.isfile(file))
 
 
 class Interpreter(Evaluator):
@@ -45,9 +55,10 @@ class Interpreter(Evaluator):
         self.trace: list[Item] = []
         self.out = self.trace
         self.loops: tuple[int, ...] = ()
-        self.conditions: list[Taint] = []
+        self.conditions: list[int] = []
         self.active: list[int] = []
         self.entry = ""
+        self.main: Module
         self.environ = Value("environ")
         self.reads: set[str] = set()
         self.num_forks = 0
@@ -72,7 +83,7 @@ class Interpreter(Evaluator):
         return list(last.values())
 
     def _merge(
-        self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: Taint, *, stays: bool
+        self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool
     ) -> None:
         """Join the changes of several arms with what was before, if a path without changes remains."""
         tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
@@ -87,7 +98,7 @@ class Interpreter(Evaluator):
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
         data |= {"spawned": self.is_spawned, "started": self.is_started, "unread": self.num_unread_calls}
-        data["limit"] = self.place.local_world
+        data["limit"] = self._place.local_world
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event
@@ -123,17 +134,13 @@ class Interpreter(Evaluator):
 
     def find_module(self, name: str, level: int) -> Module | None:
         """Return the module beside the script that an import means."""
-        folder = Path(self.frame.module.path).parent
-        for _ in range(level - 1):
-            folder = folder.parent
-        roots = [folder] if level else [folder, Path(self.entry).parent]
-        for root in roots:
-            path = root.joinpath(*name.split(".")) if name else root
-            for file in (path.with_suffix(".py") if name else path / "__init__.py", path / "__init__.py"):
-                if str(file) in self.modules:
-                    return self.modules[str(file)]
-                if len(self.modules) < _MOST_MODULES and (module := self.load(file)) is not None:
-                    fresh = Module(module.path, module.tree, module.text)
+        roots = [os.path.dirname(self.frame.module.path), os.path.dirname(self.entry)]
+        for root in roots[:1] if level else roots:
+            for file in _list_files(os.path.join(root, *[".."] * (level - 1)), name):
+                if file in self.modules:
+                    return self.modules[file]
+                if len(self.modules) < _MOST_MODULES and (module := self.load(Path(file))) is not None:
+                    fresh = Module(file, module.tree, module.text)
                     self.run_module(fresh, is_main=False)
                     return fresh
         return None
@@ -145,7 +152,7 @@ class Interpreter(Evaluator):
         ends: frozenset[str] = frozenset()
         for statement in body:
             self.tick()
-            method = getattr(self, "_run_" + type(statement).__name__.lower(), None)
+            method = self.find_method("_run_", statement)
             found: frozenset[str] | None = method(statement) if method is not None else None
             if found is None:
                 continue

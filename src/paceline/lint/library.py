@@ -145,7 +145,7 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     if owner.kind in ("mesh", "loaded", "state", "lib"):
         return methods.copied(owner)
     items = owner.items or tuple((owner.fact("entries") or {}).values())
-    if items and Taint.RANK in key.taint:
+    if items and Taint.RANK & key.taint:
         found = join_items(items)
         return Value(found.kind, taint=found.taint | key.taint, deps=found.deps) if not found.kind else found
     element = owner.fact("element")
@@ -274,7 +274,7 @@ def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], n
         function, first, named = callee.ref
         return call(run, function, [*first, *args], {**named, **kwargs}, node)
     escape(run, [*args, *kwargs.values()])
-    if callee.is_opaque and Taint.UNKNOWN in callee.taint and not callee.deps:
+    if callee.is_opaque and Taint.UNKNOWN & callee.taint and not callee.deps:
         run.num_unread_calls += 1
     # Code that was not read may have made it the same on all ranks.
     taint = (mix([callee, *args, *kwargs.values()]) & ~Taint.LOCAL) | Taint.UNKNOWN
@@ -331,7 +331,7 @@ def call_method(
         value.attrs["#part"] = True
     if name in SIZES:
         return unknown((owner.taint & ~Taint.LOCAL) | Taint.UNKNOWN)
-    if name == "mean" and not any(Taint.UNKNOWN in one.taint and not one.kind for one in args):
+    if name == "mean" and not any(Taint.UNKNOWN & one.taint and not one.kind for one in args):
         value.attrs["#mean"] = True
     return value
 

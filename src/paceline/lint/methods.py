@@ -330,7 +330,7 @@ def _dataset(c: KnownCall) -> Value:
     index, count = c.pick(1, "index"), c.pick(0, "num_shards")
     if c.name != "shard":
         result.attrs["#iterable"] = c.owner.fact("iterable")
-    elif index is not None and count is not None and Taint.RANK in index.taint:
+    elif index is not None and count is not None and Taint.RANK & index.taint:
         result.attrs["#split"] = True
     return result
 

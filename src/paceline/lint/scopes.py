@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from paceline.lint.names import canonical
@@ -83,7 +84,7 @@ class Class:
         return member if member is not None and member.kind == "func" else None
 
 
-def join_all(key: str, values: list[Any], by: Taint) -> Any:
+def join_all(key: str, values: list[Any], by: int) -> Any:
     """Join what several arms left in an entry."""
     first = values[0]
     for other in values[1:]:
@@ -109,6 +110,7 @@ def as_load(target: ast.AST) -> Any:
     return ast.copy_location(copy, target)
 
 
+@lru_cache(maxsize=1000)
 def is_worth_unrolling(node: ast.For | ast.AsyncFor) -> bool:
     """Whether a short loop builds groups or lists, whose members are worth knowing."""
     if len(node.body) > 6:

@@ -14,6 +14,7 @@ from paceline.lint.values import Taint, Value
 class _Placed:
     node: ast.AST
     path: str
+    tokens: dict[Any, list[Any]] = field(default_factory=dict, init=False)  # of the rules
 
     @property
     def line(self) -> int:
@@ -40,7 +41,7 @@ class TraceEvent(_Placed):
 class BranchItem(_Placed):
     """A branch on a value that is not known: what each arm would do."""
 
-    taint: Taint
+    taint: int
     arms: list[list[Item]]
     condition: Value | None = None
 
@@ -49,7 +50,7 @@ class BranchItem(_Placed):
 class LoopItem(_Placed):
     """A loop: one round of its body."""
 
-    taint: Taint
+    taint: int
     body: list[Item]
     count: int | None = None
     is_uneven: bool = False

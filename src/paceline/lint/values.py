@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 
-class Taint(enum.IntFlag):
-    """The origins of a value; without any, it is the same on every rank, as arguments and constants are."""
+class Taint:
+    """Bits for the origins of a value; without any, it is the same on every rank, as arguments and constants are."""
 
     NONE = 0
     RANK = 1  # follows from the number of the rank
@@ -48,7 +47,7 @@ class Value:
         self,
         kind: str = "",
         const: Any = UNKNOWN,
-        taint: Taint = Taint.NONE,
+        taint: int = Taint.NONE,
         ref: Any = None,
         deps: frozenset[Value] = frozenset(),
         node: ast.AST | None = None,
@@ -64,9 +63,9 @@ class Value:
         self.loops: tuple[int, ...] = ()
 
     @property
-    def taint(self) -> Taint:
+    def taint(self) -> int:
         """The origins, as they are now: a collective changes those of a tensor."""
-        taint: Taint = self.attrs.get("#taint", self.start_taint)
+        taint: int = self.attrs.get("#taint", self.start_taint)
         return taint
 
     @property
@@ -108,12 +107,12 @@ class Value:
         return [one for one in self.alternatives() if one.kind in kinds]
 
 
-def constant(const: Any, taint: Taint = Taint.NONE, **facts: Any) -> Value:
+def constant(const: Any, taint: int = Taint.NONE, **facts: Any) -> Value:
     """Return a known value."""
     return Value(const=const, taint=taint, attrs={f"#{name}": fact for name, fact in facts.items()})
 
 
-def unknown(taint: Taint = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.AST | None = None) -> Value:
+def unknown(taint: int = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.AST | None = None) -> Value:
     """Return a value of which only the origins are known."""
     return Value(taint=taint, deps=frozenset(deps), node=node)
 
@@ -131,7 +130,7 @@ def sequence(items: Iterable[Value], kind: str = "list") -> Value:
     return Value(kind, taint=taint, deps=deps, attrs={"#items": items})
 
 
-def mix(values: Iterable[Value]) -> Taint:
+def mix(values: Iterable[Value]) -> int:
     """Return the origins of what is computed from values."""
     taint = Taint.NONE
     for value in values:
@@ -139,16 +138,16 @@ def mix(values: Iterable[Value]) -> Taint:
     return taint
 
 
-def _mix_alternatives(a: Value, b: Value, by: Taint) -> Taint:
+def _mix_alternatives(a: Value, b: Value, by: int) -> int:
     taint = a.taint | b.taint
-    if Taint.LOCAL in taint and not (Taint.LOCAL in a.taint and Taint.LOCAL in b.taint):
-        other = b if Taint.LOCAL in a.taint else a
+    if Taint.LOCAL & taint and not (Taint.LOCAL & a.taint and Taint.LOCAL & b.taint):
+        other = b if Taint.LOCAL & a.taint else a
         if not other.is_known:  # reduced in one branch: which of both it is, is not proved
             taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN
     return taint | by
 
 
-def join(a: Value, b: Value, by: Taint = Taint.NONE) -> Value:
+def join(a: Value, b: Value, by: int = Taint.NONE) -> Value:
     """Return a value after a branch that made it one or the other; `by` are the condition's origins."""
     if a is b:
         return a
@@ -197,9 +196,14 @@ class WitnessPlace:
     local_world: int = 8
     num_nodes: int = 2
 
+    @classmethod
+    def of(cls, rank: int) -> WitnessPlace:
+        """Return the place of a rank."""
+        return cls(rank, rank % cls.local_world, rank // cls.local_world)
+
     def spawned(self) -> WitnessPlace:
         """Return the place of a child of `mp.spawn`: on one node, with a device for each."""
         return WitnessPlace(self.rank, self.rank, 0, self.world, self.world, 1)
 
 
-WITNESSES = (WitnessPlace(0, 0, 0), WitnessPlace(1, 1, 0), WitnessPlace(8, 0, 1))
+WITNESSES = tuple(map(WitnessPlace.of, (0, 1, 8)))

@@ -47,21 +47,27 @@ def list_tokens(items: Sequence[Item], place: WitnessPlace, other: WitnessPlace 
     """Return the collectives of a witness in known groups, which have another witness too."""
     found: list[Token] = []
     for item in items:
-        if isinstance(item, TraceEvent):
-            found += tokens_of(item, place, other)
-        elif isinstance(item, CallItem):
-            found += list_tokens(item.body, place, other)
-        elif isinstance(item, LoopItem):
-            body = list_tokens(item.body, place, other)
-            if body:
-                found.append(Token(("loop", id(item.node)), loop=item, parts=[body]))
-        elif isinstance(item, BranchItem):
-            arms = [list_tokens(arm, place, other) for arm in item.arms]
-            if len({_shape(arm) for arm in arms}) == 1:
-                found += arms[0]
-            elif any(arms):
-                found.append(Token(("branch", id(item.node)), parts=arms))
+        key = place.rank, other.rank if other is not None else None
+        if key not in item.tokens:
+            item.tokens[key] = _read_tokens(item, place, other)
+        found += item.tokens[key]
     return found
+
+
+def _read_tokens(item: Item, place: WitnessPlace, other: WitnessPlace | None) -> list[Token]:
+    if isinstance(item, TraceEvent):
+        return list(tokens_of(item, place, other))
+    if isinstance(item, CallItem):
+        return list_tokens(item.body, place, other)
+    if isinstance(item, LoopItem):
+        body = list_tokens(item.body, place, other)
+        return [Token(("loop", id(item.node)), loop=item, parts=[body])] if body else []
+    arms = [list_tokens(arm, place, other) for arm in item.arms] if isinstance(item, BranchItem) else []
+    if not any(arms):
+        return []
+    if len({_shape(arm) for arm in arms}) == 1:
+        return arms[0]
+    return [Token(("branch", id(item.node)), parts=arms)]
 
 
 def _shape(tokens: list[Token]) -> tuple[Any, ...]:
@@ -170,8 +176,9 @@ def _compare_same(
 
 
 def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
-    found: dict[int, _Difference] = witnesses[0].cache
-    if not found:
+    found = witnesses[0].differences
+    if found is None:
+        found = witnesses[0].differences = {}
         for one, two in itertools.combinations(witnesses, 2):
             places = one.place, two.place
             tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
@@ -249,13 +256,13 @@ def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterato
         rest = list_tokens(items[i + 1 :], place)
         if isinstance(item, LoopItem):
             body = list_tokens(item.body, place)
-            if Taint.LOCAL in item.taint and body and isinstance(item.node, ast.While):
+            if Taint.LOCAL & item.taint and body and isinstance(item.node, ast.While):
                 yield at(item, "the loop has a collective, and ends by a value that differs between ranks.")
             after = [*scope.function, *scope.round, *rest, *scope.loop, *body]
             yield from _local(item.body, place, _Scope([], body, after))
             continue
         inner = _Scope([*rest, *scope.round], scope.loop, scope.function)
-        if Taint.LOCAL in item.taint and len(item.arms) == 2:
+        if Taint.LOCAL & item.taint and len(item.arms) == 2:
             yield from _decided(item, place, inner)
         for arm in item.arms:
             yield from _local(arm, place, inner)

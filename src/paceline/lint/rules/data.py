@@ -32,9 +32,9 @@ def _plain_loaders(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, Value]]:
         )
         if not plain or event.extra or dataset.kind != "dataset" or event.loader.fact("escaped"):
             continue
-        if dataset.fact("split") or Taint.RANK in dataset.taint or dataset.fact("escaped"):
+        if dataset.fact("split") or Taint.RANK & dataset.taint or dataset.fact("escaped"):
             continue
-        if Taint.UNKNOWN in dataset.taint and not dataset.fact("read") and dataset.ref is None:
+        if Taint.UNKNOWN & dataset.taint and not dataset.fact("read") and dataset.ref is None:
             continue
         if _trains_wrapped(witness, event.loader):
             yield event, dataset
@@ -79,7 +79,7 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             number = place.rank if rank is None or rank.is_none else rank.const
             if not isinstance(size, int) or not isinstance(number, int):
                 continue
-            if rank is not None and rank.is_known and Taint.RANK not in rank.taint:
+            if rank is not None and rank.is_known and not Taint.RANK & rank.taint:
                 continue
             if size == place.world != place.local_world and number == place.local_rank != place.rank:
                 saw = "the rank is the local one: ranks 0 and 8 of two nodes of 8 get the same samples."
@@ -142,7 +142,7 @@ def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
         if workers.const < 1 or event.dataset.kind != "dataset" or event.dataset.loops == loader.loops:
             continue
         size = loader.attrs["batch_size"]
-        if not size.is_known and (Taint.UNKNOWN in size.taint or not size.fact("default")):
+        if not size.is_known and (Taint.UNKNOWN & size.taint or not size.fact("default")):
             continue
         yield at(event, f"each round of the loop starts {workers.const} new workers for the same dataset.")
 
@@ -167,6 +167,6 @@ def split_by_unlike_draws(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             seed = event.seed
             if event.generator is not None or event.unread or id(event.node) not in used:
                 continue
-            if seed is None or Taint.RANK in seed or Taint.LOCAL in seed:
+            if seed is None or Taint.RANK & seed or Taint.LOCAL & seed:
                 how = "before any seed is set" if seed is None else "with a seed that differs between ranks"
                 yield at(event, f"random_split draws {how}, so each rank has another training set.")

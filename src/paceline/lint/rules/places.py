@@ -18,7 +18,7 @@ def rank_as_device(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if (
                 number is not None
                 and number == witness.place.rank >= event.limit
-                and Taint.RANK in event.device.taint
+                and Taint.RANK & event.device.taint
             ):
                 saw = f"rank {number} takes device {number}, and its node has 8 (16 ranks on two nodes)."
                 yield at(event, saw)

@@ -24,7 +24,7 @@ class WitnessTrace:
         text: the source of the script.
         reads: the variables of a launcher that it read.
         spawns: whether the script starts its ranks itself.
-        cache: how the collectives of witnesses differ, which several rules report.
+        differences: those of the collectives of witnesses, which several rules report.
     """
 
     place: WitnessPlace
@@ -32,7 +32,7 @@ class WitnessTrace:
     text: str
     reads: set[str]
     spawns: bool
-    cache: dict[int, Any] = field(default_factory=dict)
+    differences: dict[int, tuple[str, Spot]] | None = None
 
     @cached_property
     def all_events(self) -> list[TraceEvent]:

@@ -67,7 +67,7 @@ def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
     for item in walk(list(items)):
         if not isinstance(item, BranchItem):
             continue
-        if Taint.RANK in item.taint or (Taint.UNKNOWN in item.taint and Taint.LOCAL not in item.taint):
+        if Taint.RANK & item.taint or (Taint.UNKNOWN & item.taint and not Taint.LOCAL & item.taint):
             for arm in item.arms:
                 yield from events(arm, "save")
 
