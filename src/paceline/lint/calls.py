@@ -30,6 +30,7 @@ COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
     "barrier": (-1, 0, -1, ""),
     "monitored_barrier": (-1, 0, -1, ""),
 }
+TRANSFERS = words("send recv isend irecv batch_isend_irecv P2POp")
 _UNLIKE_AFTER = words(
     "reduce gather gather_object reduce_scatter scatter scatter_object_list all_to_all all_to_all_single"
 )
@@ -68,6 +69,12 @@ def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value
     if head == "dnn":
         run.emit("coll", node, op=f"nn.{last}", group=kwargs.get("group"), via="")
         return Value("tensor", deps=deps_of(args), node=node)
+    if head == "dist" and last in TRANSFERS:
+        c = KnownCall(run, args, kwargs, node, last)
+        run.emit("transfer", node, op=last, peer=c.pick(1, "src" if "recv" in last else "dst"))
+    if last.startswith("Schedule") and name.startswith("torch.distributed.pipelining"):
+        given = KnownCall(run, args, kwargs, node, last).pick(1, "n_microbatches")
+        run.emit("alike", node, what="n_microbatches", value=given)
     handler = KNOWN.get(short) or KNOWN.get(f"{head}.*") or KNOWN.get(f"*.{last}")
     if handler is not None:
         result = handler(KnownCall(run, args, kwargs, node, last))
@@ -101,6 +108,7 @@ def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value
     inherit(value, args)
     if last in _FACTORIES and root == "torch" and args and all(arg.is_known for arg in args if not arg.kind):
         value.attrs["#shape"] = _shape_of(args)
+        value.attrs["#dtype"] = kwargs.get("dtype")
     if head == "F":
         reduction = kwargs.get("reduction")
         if last.endswith(("cross_entropy", "_loss", "cross_entropy_with_logits")) and reduction is None:
@@ -140,6 +148,8 @@ def _collective(c: KnownCall) -> Value:
         data["reduce_op"] = c.pick(1, "op")
     if out is not None:
         data["shape"] = out.fact("shape")
+        owner = next(iter(out.deps)) if len(out.deps) == 1 else out  # of a gradient
+        data["dtype"] = owner.fact("dtype")
         data["length"] = known_length(out)
     c.run.emit("coll", c.node, **data)
     after = Taint.UNKNOWN if group is not None and not group.is_none else Taint.NONE

@@ -19,7 +19,9 @@ from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read
 from paceline.lint.values import WITNESSES, Value, WitnessPlace, unknown
 
 # A file without any of these words has nothing to do with ranks.
-_WORDS = re.compile(r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator")
+_WORDS = re.compile(
+    r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator|import paceline"
+)
 _SPAWNS = re.compile(r"\bspawn\(|\bProcess\(|\bstart_processes\(")
 _MOST_BYTES = 1_000_000
 _MOST_MEANT = 2  # further witnesses: ranks that a script names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.lint import facts, library
 from paceline.lint.scopes import Function, ScriptFrame
-from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown
+from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, tainted, unknown
 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
@@ -202,7 +202,7 @@ class Evaluator:
         condition = self.eval(node.test)
         truth = self.truth(condition)
         if truth is not None:
-            return self.eval(node.body if truth else node.orelse)
+            return tainted(self.eval(node.body if truth else node.orelse), condition.taint)
         arms = [partial(self.eval, node.body), partial(self.eval, node.orelse)]
         found = self.fork_values(node, condition, arms)
         return join(found[0], found[1], condition.taint & (Taint.LOCAL | Taint.RANK))
@@ -227,7 +227,7 @@ class Evaluator:
         part = rest[0] if len(rest) == 1 else ast.copy_location(ast.BoolOp(node.op, rest), node)
         truth = self.truth(first)
         if truth is not None:
-            return first if truth is stops else self.eval(part)
+            return first if truth is stops else tainted(self.eval(part), first.taint)
         arms: list[Callable[[], Value]] = [partial(self.eval, part), lambda: first]
         found = self.fork_values(node, first, arms[::-1] if stops else arms)
         other = found[-1 if stops else 0]
@@ -302,6 +302,8 @@ class Evaluator:
             with suppress(Exception):
                 return constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
         result = unknown(taint)
+        if (left.fact("number") and right.is_none) and isinstance(op, (ast.Eq, ast.NotEq)):
+            return constant(isinstance(op, ast.NotEq), taint)
         window = left.fact("window") or right.fact("window")
         if window and isinstance(op, (ast.Eq, ast.NotEq)):
             result.attrs["#window"] = window

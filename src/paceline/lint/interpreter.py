@@ -18,7 +18,17 @@ from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
 from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
-from paceline.lint.values import UNKNOWN, Taint, Value, WitnessPlace, constant, join, sequence, unknown
+from paceline.lint.values import (
+    UNKNOWN,
+    Taint,
+    Value,
+    WitnessPlace,
+    constant,
+    join,
+    sequence,
+    tainted,
+    unknown,
+)
 
 _MOST_STEPS = 60_000
 _MOST_CALLS = 14
@@ -82,9 +92,7 @@ class Interpreter(Evaluator):
                 table[key] = old
         return list(last.values())
 
-    def _merge(
-        self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool
-    ) -> None:
+    def _merge(self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool) -> None:
         """Join the changes of several arms with what was before, if a path without changes remains."""
         tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
         found = [{(id(table), key): value for table, key, value in side} for side in sides]
@@ -283,9 +291,7 @@ class Interpreter(Evaluator):
         by = self.frame.taint
         for taint in self.conditions:
             by |= taint
-        if by and value.is_known:
-            value = Value(const=value.const, taint=value.taint | by)
-        self.frame.returns.append(value)
+        self.frame.returns.append(tainted(value, by))
         return self._leave("return", node)
 
     def _leave(self, kind: str, node: ast.AST) -> frozenset[str]:
@@ -304,7 +310,10 @@ class Interpreter(Evaluator):
         condition = self.eval(node.test)
         truth = self.truth(condition)
         if truth is not None:
-            return self.execute(node.body if truth else node.orelse)
+            self.conditions.append(condition.taint)
+            ends = self.execute(node.body if truth else node.orelse)
+            self.conditions.pop()
+            return ends
         arms = [lambda: self.execute(node.body), lambda: self.execute(node.orelse)]
         return self.fork(node, condition, arms)
 
@@ -485,8 +494,14 @@ class Interpreter(Evaluator):
                 self._merge([changes], Taint.NONE, stays=True)
                 if "next" not in ends and not any(isinstance(item, ExitItem) for item in items):
                     ends |= NEXT
-        self.emit("try", node, handlers=handled, body=items, is_retried=bool(self.loops))
-        return (ends - {"raise"} if handled else ends) | self.execute(node.finalbody) - NEXT
+        last: list[Item] = []
+        with self.into(last):
+            final = self.execute(node.finalbody) - NEXT
+        self.out += last
+        is_manager = "#yields" in self.frame.names
+        data = {"handlers": handled, "is_retried": bool(self.loops), "last": last, "is_manager": is_manager}
+        self.emit("try", node, body=items, **data)
+        return (ends - {"raise"} if handled else ends) | final
 
     _run_trystar = _run_try
 
@@ -535,9 +550,8 @@ class Interpreter(Evaluator):
         if ends == {"raise"}:
             return Value("never")
         if "#yields" in frame.names:
-            return Value(
-                "list", taint=frame.names["#yields"].taint, attrs={"#element": frame.names["#yields"]}
-            )
+            facts_of = {"#element": frame.names["#yields"], "#even": "next" not in ends}
+            return Value("list", taint=frame.names["#yields"].taint, attrs=facts_of)
         if "next" in ends:
             frame.returns.append(Value(const=None, taint=frame.taint))
         result = frame.returns[0] if frame.returns else constant(None)

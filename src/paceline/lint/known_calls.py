@@ -35,7 +35,7 @@ def call_init(c: KnownCall) -> Value:
     c.run.initialized, c.run.is_assumed = True, False
     if "device_id" in c.kwargs:
         c.run.device_set = True
-    given = {"world": c.kwargs.get("world_size"), "rank": c.kwargs.get("rank")}
+    given = {"world": c.pick(3, "world_size"), "rank": c.pick(4, "rank")}
     return c.tell("init", constant(None), backend=backend, method=c.pick(1, "init_method"), **given)
 
 
@@ -50,7 +50,7 @@ def call_rank(c: KnownCall) -> Value:
     if members is None:
         return unknown(Taint.NONE if is_size else Taint.RANK)
     if is_size:
-        return constant(len(members))
+        return unknown(Taint.NONE) if group.fact("assumed") else constant(len(members))
     return constant(members.index(rank) if rank in members else -1, Taint.RANK)
 
 
@@ -80,7 +80,11 @@ def call_new_group(c: KnownCall) -> Value:
 def call_mesh(c: KnownCall) -> Value:
     c.run.emit("coll", c.node, op=c.name, via="group")
     c.run.initialized = True
-    return make(c.run, "mesh", c.node)
+    names, shape = c.pick(2, "mesh_dim_names"), c.pick(1, "mesh_shape")
+    axes = names if names is not None and names.items is not None else shape
+    items = axes.items if axes is not None and axes.items is not None else ()
+    known_axes = tuple(item.const if names is axes else i for i, item in enumerate(items))
+    return make(c.run, "mesh", c.node, axes=known_axes)
 
 
 @known("parallel.DistributedDataParallel parallel.DataParallel fsdp.FullyShardedDataParallel")
@@ -127,6 +131,11 @@ def call_loader(c: KnownCall) -> Value:
         sampler = batch_sampler.attrs.get("sampler", batch_sampler)
     value.attrs |= {"sampler": sampler, "dataset": given["dataset"], "batch_size": given["batch_size"]}
     value.attrs["batch_sampler"] = Value("holder", attrs={"sampler": sampler})
+    for one in given["dataset"].alternatives():
+        method = one.ref.method("__iter__") if one.kind == "dataset" and one.script_class else None
+        if method is not None:
+            with c.run.into([]):  # its own events are those of the loop
+                inherit(value, [c.run.call_function(method, [], {}, c.node, owner=one)])
     return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 
@@ -260,6 +269,25 @@ def call_accelerator(c: KnownCall) -> Value:
     return value
 
 
+@known("paceline.Loop paceline.Trainer paceline.start")
+def call_own(c: KnownCall) -> Value:
+    value = make(c.run, "own", c.node)
+    if c.name == "start":
+        c.run.initialized = c.run.device_set = True
+        value.attrs["rank"] = methods.place_value(c.run, "rank")
+        value.attrs["is_main"] = constant(c.run.place.rank == 0, Taint.RANK)
+    is_sharded = "shard" in str(c.kwargs.get("layout", unknown()).const)
+    for one in (c.pick(0, "model") or unknown()).of_kind("model") if c.name == "Loop" and is_sharded else ():
+        c.run.set(one.attrs, "#sharded", c.node)
+    return value
+
+
+@known("itertools.islice")
+def call_islice(c: KnownCall) -> Value:
+    bounds = [constant(None), *c.args[1:], constant(None), constant(None)][len(c.args) > 2 :][:3]
+    return take_slice(c.run, c.args[0], Value("slice", taint=mix(bounds), ref=tuple(bounds)))
+
+
 @known("mp.spawn mp.Process")
 def call_spawn(c: KnownCall) -> Value:
     target = c.pick(0, "fn") if c.name != "Process" else c.kwargs.get("target")
@@ -373,6 +401,8 @@ def call_passes(c: KnownCall) -> Value:
     first = c.args[0] if c.args else c.kwargs.get("iterable", sequence(()))
     if c.name in ("deepcopy", "copy"):
         return methods.copied(first, "#wrapped")
+    if c.name == "cycle" and first.kind != "loader":
+        return Value("list", taint=first.taint, attrs={"#element": c.run.element(first, 0), "#even": True})
     if first.kind == "loader" and c.name in ("iter", "cycle", "chain"):
         c.run.emit("iterate", c.node, loader=first)
         return Value("iterator", ref=first, taint=first.taint)
@@ -400,8 +430,14 @@ def call_wrapped(kind: str, source: Value) -> Value:
 
 _SIMPLE: dict[str, Handler] = {
     "torch.tensor torch.as_tensor torch.Tensor": lambda c: Value(
-        "tensor", taint=mix(c.args[:1]), deps=deps_of(c.args[:1]), node=c.node
+        "tensor",
+        taint=mix(c.args[:1]),
+        deps=deps_of(c.args[:1]),
+        node=c.node,
+        attrs={"#dtype": c.kwargs.get("dtype")},
     ),
+    "dist.destroy_process_group": lambda c: c.tell("destroy", constant(None)),
+    "itertools.count itertools.repeat": lambda c: Value("list", attrs={"#element": unknown(), "#even": True}),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),
     "torch.cuda.device": lambda c: Value("device_context", attrs={"#as": call_device(c)}),
     "dist.get_node_local_rank": lambda c: methods.place_value(c.run, "local_rank"),

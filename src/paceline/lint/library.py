@@ -143,7 +143,9 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     if owner.kind in ("model", "ddp", "fsdp"):
         return Value(taint=owner.taint, deps=owner.deps | {owner}, attrs={"#part": True})
     if owner.kind in ("mesh", "loaded", "state", "lib"):
-        return methods.copied(owner)
+        part = methods.copied(owner)
+        part.attrs["#axis"] = key.const
+        return part
     items = owner.items or tuple((owner.fact("entries") or {}).values())
     if items and Taint.RANK & key.taint:
         found = join_items(items)
@@ -168,7 +170,8 @@ def iterate(run: Any, source: Value, node: ast.AST) -> Value:
     if source.kind == "union":
         return _each_but_none(source, lambda one: iterate(run, one, node))
     if source.kind == "enumerate":
-        return sequence((unknown(Taint.NONE), iterate(run, source.ref, node)), "tuple")
+        number = Value(attrs={"#number": True})
+        return sequence((number, iterate(run, source.ref, node)), "tuple")
     if source.kind == "zip":
         return sequence([iterate(run, one, node) for one in source.ref], "tuple")
     if source.kind == "iterator":
@@ -178,6 +181,10 @@ def iterate(run: Any, source: Value, node: ast.AST) -> Value:
         return methods.batch_of(run, source)
     if source.kind == "range":
         return unknown(source.taint)
+    if source.kind == "model" and (parts := [one for name, one in source.attrs.items() if name.isdigit()]):
+        return join_items(parts)
+    if source.fact("own_step"):  # gradients are summed once all of its microbatches are through
+        run.emit("coll", node, op="the loop over a step", via="framework")
     if (member := _method(source, "__iter__")) is not None:
         return run.element(run.call_function(member, [], {}, node, owner=source), 0)  # type: ignore[no-any-return]
     items = known_items(source)

@@ -83,6 +83,9 @@ def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value],
     quiet = is_quiet(run, model)
     run.emit("forward", node, model=model, buffers=shares and buffers_of(model), is_quiet=quiet)
     run.set(model.attrs, "#forward_quiet", quiet)
+    inner = model.ref.method("forward") if model.fact("sharded") and model.script_class is not None else None
+    if inner is not None:  # its blocks gather their parameters
+        run.call_function(inner, args, kwargs, node, owner=model)
     return Value("tensor", taint=taint, deps=deps if run.no_grad == 0 else frozenset(), node=node)
 
 
@@ -102,7 +105,7 @@ def is_quiet(run: Any, model: Value) -> bool | None:
 
 def backward(run: Any, loss: Value, node: ast.AST) -> None:
     """Record a backward."""
-    wrapped = [dep for dep in loss.deps if dep.kind in ("ddp", "fsdp")]
+    wrapped = [dep for dep in loss.deps if dep.kind in ("ddp", "fsdp") or dep.fact("sharded")]
     quiet = {model: is_quiet(run, model) for model in wrapped}
     run.emit(
         "backward",
@@ -122,6 +125,10 @@ def call(
     if name == "backward" and owner.kind in ("tensor", ""):
         backward(run, owner, node)
         return constant(None)
+    if name == "bind" and args and args[0].items and str(args[0].items[-1].const) == "0":
+        run.set(owner.attrs, "#free_port", True)
+    if name == "getsockname" and owner.fact("free_port"):
+        return unknown(Taint.LOCAL)
     if name in _CLEARS:
         run.emit("clear", node, target=owner)
         return constant(None)
@@ -188,6 +195,9 @@ def _requires_grad(c: KnownCall) -> Value:
 @known("to cuda cpu", of=_MODULES)
 @known("to cuda", of="tensor")
 def _to(c: KnownCall) -> Value:
+    for one in (*c.args, *c.kwargs.values()):
+        if one.kind in ("lib", "union"):
+            c.run.set(c.owner.attrs, "#dtype", one)
     device = _device_of(c)
     if device is not None and c.owner.kind != "tensor":
         c.run.set(c.owner.attrs, "#device", device)
@@ -335,11 +345,35 @@ def _dataset(c: KnownCall) -> Value:
     return result
 
 
+_OWN_STEP = Value("list", attrs={"#element": unknown(Taint.LOCAL), "#own_step": True})
+
+
+@known("get_group get_local_rank", of="mesh")
+def _of_axis(c: KnownCall) -> Value:
+    """Return a place on a mesh of two axes: its sizes are taken to be the nodes and the ranks of each."""
+    axes, axis = c.owner.fact("axes"), c.pick(0, "mesh_dim")
+    name = axis.const if axis is not None and not axis.is_none else c.owner.fact("axis")
+    index = axes.index(name) if name in axes else name
+    is_known = len(axes) == 2 and index in (0, 1)
+    column, row = c.run.place.local_rank, c.run.place.node
+    if c.name == "get_local_rank":
+        return constant((row, column)[index], Taint.RANK) if is_known else unknown(Taint.RANK)
+    size = c.run.place.local_world
+    ranks = range(row * size, row * size + size) if index else range(column, c.run.place.world, size)
+    return make(c.run, "group", c.node, members=tuple(ranks) if is_known else None, assumed=True)
+
+
 # Kinds of owners, names of methods, and what they return.
 _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     (_MODULES, "half bfloat16 float double train eval apply", lambda c: c.owner),
     (_MODULES, "clip_grad_norm_", lambda c: c.tell("clip", unknown(), deps=c.owner.deps | {c.owner})),
     (_MODULES, "no_sync", lambda c: Value("no_sync", ref=c.owner)),
+    ("own", "loader", lambda c: Value("list", attrs={"#element": _OWN_STEP})),
+    (
+        "own",
+        "save resume evaluate whole_state barrier broadcast_object",
+        lambda c: c.tell("coll", unknown(Taint.NONE), op=c.name, via="framework"),
+    ),
     ("ddp", "join", lambda c: Value("join")),
     ("optimizer", "state_dict", lambda c: Value("state", ref=c.owner)),
     ("optimizer", "load_state_dict", lambda c: unknown()),
@@ -348,8 +382,7 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("list dict", "sort reverse", lambda c: c.run.element(c.owner, 0)),
     ("tensor", "contiguous flatten view", lambda c: c.owner),
     ("tensor", "data_ptr", lambda c: unknown()),
-    ("mesh", "get_group get_all_groups", lambda c: make(c.run, "group", c.node, members=None)),
-    ("mesh", "get_local_rank get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
+    ("mesh", "get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
     ("mesh", "size", lambda c: unknown(Taint.NONE)),
     ("mesh", "*", lambda c: Value("mesh")),
     ("iterator", "set_description set_postfix update", lambda c: c.owner),

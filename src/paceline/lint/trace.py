@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from paceline.lint.values import Taint, Value
+from paceline.lint.values import Value
 
 
 @dataclass(eq=False)
@@ -86,9 +86,9 @@ def walk(items: list[Item]) -> Iterator[Item]:
 
 
 def events(items: list[Item], *kinds: str) -> Iterator[TraceEvent]:
-    """Yield the events of some kinds."""
+    """Yield the events of some kinds, or all."""
     for item in walk(items):
-        if isinstance(item, TraceEvent) and item.kind in kinds:
+        if isinstance(item, TraceEvent) and (item.kind in kinds or not kinds):
             yield item
 
 

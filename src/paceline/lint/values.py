@@ -9,12 +9,13 @@ from typing import Any
 
 
 class Taint:
-    """Bits for the origins of a value; without any, it is the same on every rank, as arguments and constants are."""
+    """The origins of a value as bits; without any it is the same on every rank, as arguments are."""
 
     NONE = 0
     RANK = 1  # follows from the number of the rank
     LOCAL = 2  # differs between ranks: a clock, a draw without a common seed, this rank's share of the data
     UNKNOWN = 4  # out of code that was not read
+    CHOICE = 8  # a condition on the rank has chosen it
 
 
 class _Unknown:
@@ -115,6 +116,16 @@ def constant(const: Any, taint: int = Taint.NONE, **facts: Any) -> Value:
 def unknown(taint: int = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.AST | None = None) -> Value:
     """Return a value of which only the origins are known."""
     return Value(taint=taint, deps=frozenset(deps), node=node)
+
+
+def tainted(value: Value, by: int) -> Value:
+    """Return a number or text whose choice followed from other values."""
+    by &= Taint.RANK | Taint.LOCAL
+    by |= Taint.CHOICE if by else Taint.NONE
+    if value.kind or not by & ~value.taint:
+        return value
+    attrs = {name: fact for name, fact in value.attrs.items() if name != "#taint"}
+    return Value("", value.const, value.taint | by, value.ref, value.deps, value.node, attrs)
 
 
 def words(text: str) -> frozenset[str]:

@@ -10,7 +10,17 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
-from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent, loops
+from paceline.lint.trace import (
+    BranchItem,
+    CallItem,
+    ExitItem,
+    Item,
+    LoopItem,
+    TraceEvent,
+    events,
+    loops,
+    walk,
+)
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
@@ -27,6 +37,7 @@ class Token:
     signature: tuple[Any, ...]
     event: TraceEvent | None = None
     loop: LoopItem | None = None
+    branch: BranchItem | None = None
     parts: list[list[Token]] = field(default_factory=list)
 
     @property
@@ -67,7 +78,8 @@ def _read_tokens(item: Item, place: WitnessPlace, other: WitnessPlace | None) ->
         return []
     if len({_shape(arm) for arm in arms}) == 1:
         return arms[0]
-    return [Token(("branch", id(item.node)), parts=arms)]
+    assert isinstance(item, BranchItem)
+    return [Token(("branch", id(item.node)), branch=item, parts=arms)]
 
 
 def _shape(tokens: list[Token]) -> tuple[Any, ...]:
@@ -139,7 +151,25 @@ def _compare(
             yield _missing(other, places[1], places[0])
             j += 1
         else:
+            if one is not None and other is not None:
+                yield from _skipped(a[i:], b[j:], places)
+                yield from _skipped(b[j:], a[i:], places[::-1])
             return
+
+
+def _skipped(a: list[Token], b: list[Token], places: Sequence[WitnessPlace]) -> Iterator[_Difference]:
+    """Report a collective that a rank leaves out by a condition of its own, which another always calls."""
+    branch = b[0].branch
+    if branch is None or a[0].event is None or not Taint.RANK & branch.taint or Taint.UNKNOWN & branch.taint:
+        return
+    op = a[0].signature
+    counts = [sum(leaf.signature == op for token in side for leaf in token.leaves()) for side in (a, b)]
+    if counts[0] == counts[1] and [] in b[0].parts and any(op == t.signature for p in b[0].parts for t in p):
+        saw = f"rank {places[0].rank} always calls {_op(a[0])}, and rank {places[1].rank} on a condition "
+        yield (
+            _CODE_OF["forward" if a[0].event.kind != "coll" else ""],
+            at(next(b[0].leaves()).leaf, f"{saw}of its own (line {branch.line})."),
+        )
 
 
 def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> _Difference:
@@ -166,13 +196,20 @@ def _compare_same(
     ranks = f"on rank {places[0].rank} and {{}} on rank {places[1].rank}."
     if a.op in _SIZED and a.shape and b.shape and a.shape != b.shape:
         yield "PL009", at(a, f"the tensor has shape {a.shape} {ranks.format(b.shape)}")
-    if a.reduce_op is not None and b.reduce_op is not None and a.reduce_op.kind == b.reduce_op.kind == "lib":
-        names = [value.ref.rpartition(".")[2] for value in (a.reduce_op, b.reduce_op)]
-        if names[0] != names[1]:
-            yield "PL009", at(a, f"the operation is {names[0]} {ranks.format(names[1])}")
+    for what, pair in (("operation", (a.reduce_op, b.reduce_op)), ("dtype", (a.dtype, b.dtype))):
+        names = [_names_of(value) for value in pair]
+        if "?" not in names and names[0] != names[1]:
+            yield "PL009", at(a, f"the {what} is {names[0]} {ranks.format(names[1])}")
     sources = [one.source.const for one in (a, b) if one.source is not None]
     if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
         yield "PL010", at(a, f"the source is {sources[0]} {ranks.format(sources[1])}")
+
+
+def _names_of(value: Value | None) -> str:
+    """Return the members of libraries that a value may be; "?" if it may be something else."""
+    found = value.alternatives() if value is not None else ()
+    names = [one.ref.rpartition(".")[2] for one in found if one.kind == "lib"]
+    return " or ".join(sorted(names)) if names and len(names) == len(found) else "?"
 
 
 def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
@@ -187,8 +224,44 @@ def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
     yield from (spot for known, spot in found.values() if known == code)
 
 
-for _code in ("PL001", "PL002", "PL006", "PL007", "PL008", "PL009"):
+for _code in ("PL001", "PL006", "PL007", "PL008"):
     rule(_code)(partial(_of_code, code=_code))
+
+
+@rule("PL002")
+def unlike_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report collectives in another order, and two ranks that both receive from each other first."""
+    yield from _of_code(witnesses, "PL002")
+    for one, other in itertools.combinations(witnesses, 2):
+        firsts = [_first_transfer(*pair) for pair in ((one, other), (other, one))]
+        if all(event is not None and event.op == "recv" for event in firsts):
+            ranks = f"ranks {one.place.rank} and {other.place.rank}"
+            saw = f"{ranks} both wait for what the other sends later (line {firsts[1].line})."
+            yield at(firsts[0], saw)
+
+
+def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
+    """Return the first send to or receive from another witness; None if that is not known."""
+    transfers = list(witness.events("transfer"))
+    unsure = [item for item in walk(witness.items) if isinstance(item, BranchItem)]
+    if any(one.kind == "transfer" for item in unsure for arm in item.arms[1:] for one in events(arm)):
+        transfers = []
+    known = all(event.peer is not None and isinstance(event.peer.const, int) for event in transfers)
+    is_plain = known and all(event.op in ("send", "recv") for event in transfers)
+    return next((event for event in transfers if is_plain and event.peer.const == other.place.rank), None)
+
+
+@rule("PL009")
+def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a shape, type, operation or number of microbatches that depends on the rank."""
+    yield from _of_code(witnesses, "PL009")
+    for one, other in itertools.combinations(witnesses, 2):
+        theirs = {id(event.node): event.value for event in other.events("alike")}
+        for event in one.events("alike"):
+            pair = [value.const for value in (event.value, theirs.get(id(event.node))) if value is not None]
+            if len(pair) == 2 and all(isinstance(one, int) for one in pair) and pair[0] != pair[1]:
+                ranks = f"{pair[0]} on rank {one.place.rank} and {pair[1]} on rank {other.place.rank}"
+                yield at(event, f"{event.what} is {ranks}.")
 
 
 @rule("PL010")
@@ -199,6 +272,8 @@ def wrong_source(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         for event in witness.events("coll"):
             members, source = _members(event, witness.place), event.source
             if members is None or len(members) == witness.place.world or source is None:
+                continue
+            if event.group.fact("assumed"):
                 continue
             if isinstance(source.const, int) and source.const not in members:
                 listed = ", ".join(map(str, members))
@@ -215,7 +290,8 @@ def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 continue
             members = _members(event, witness.place)
             is_meant = event.length == witness.place.local_world or event.group is not None
-            if members is not None and event.length != len(members) and is_meant:
+            is_assumed = event.group is not None and event.group.fact("assumed")
+            if members is not None and event.length != len(members) and is_meant and not is_assumed:
                 saw = f"the list has {event.length} elements, and the group {len(members)} ranks, "
                 yield at(event, f"{saw}on two nodes of 8.")
 
@@ -295,6 +371,13 @@ def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report an error handler around a collective that lets this rank alone go on."""
     for witness in witnesses:
         for event in witness.events("try"):
+            waits = list_tokens(event.last, witness.place)
+            is_all = event.is_manager and any(events(event.last, "destroy"))  # a manager of the whole job
+            if waits and (is_all or list_tokens(event.body, witness.place)):
+                saw = (
+                    f"after an error on one rank, {_op(waits[0])} waits for the others, which are elsewhere."
+                )
+                yield at(waits[0].leaf, saw)
             if not event.is_retried or not list_tokens(event.body, witness.place):
                 continue
             for handler, arm, ends in event.handlers:
