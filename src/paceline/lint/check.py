@@ -108,9 +108,14 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
             _run_the_rest(runs[-1], runs[-1].main, named)
     runs += runs * (len(places) - len(runs))  # of a script that is the same on all ranks
     spawns = _SPAWNS.search(text) is not None
-    return [
+    found = [
         WitnessTrace(place, run.trace, text, run.reads, spawns)
         for place, run in zip(places, runs, strict=True)
+    ]
+    # A rank that the script names and that joins no group has another role: a server, say.
+    joins = any(found[0].events("init"))
+    return found[: len(WITNESSES)] + [
+        one for one in found[len(WITNESSES) :] if not joins or any(one.events("init"))
     ]
 
 
