@@ -1,7 +1,7 @@
 """Measures what following a script's numbers costs: blocks of steps with and without, in turn.
 
-    python benchmarks/watching/sentinels.py                        # 200 pairs of blocks of 0.13M parameters, about a minute
-    python benchmarks/watching/sentinels.py --size 20M --pairs 10
+    python benchmarks/watching/sentinels.py                         # 200 pairs of blocks, about a minute
+    python benchmarks/watching/sentinels.py --size 20M --pairs 8    # instead of 0.13M parameters
 
 It prints the CPU time of the main thread per step, in the steady state (a look of 6 passes in each round of
 256) and while every pass is looked at. Use an idle machine.
