@@ -4,7 +4,7 @@
     python benchmarks/watching/sentinels.py --size 20M --pairs 8    # instead of 0.13M parameters
 
 It prints the CPU time of the main thread per step, in the steady state (a look of 6 passes in each round of
-256) and while every pass is looked at. Use an idle machine.
+512) and while every pass is looked at. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.bench.spread import Spread
 from paceline.watch.rank.gradients import Gradients
 from paceline.watch.rank.sentinels.sentinels import Sentinels
 
-_NUM_STEPS = 256  # a whole round
+_NUM_STEPS = 512  # a whole round
 _WIDTHS = {"0.13M": (256, 320, 128), "20M": (1024, 6144, 2304)}
 
 

@@ -133,7 +133,7 @@ def test_between_looks_everything_is_off() -> None:
         assert dataloader._BaseDataLoaderIter.__next__ is not whole
         train(10)
         assert dataloader._BaseDataLoaderIter.__next__ is whole
-        train(256 - 70 + 1)
+        train(512 - 70 + 1)
         assert dataloader._BaseDataLoaderIter.__next__ is not whole
         train(20)
         assert dataloader._BaseDataLoaderIter.__next__ is whole

@@ -27,7 +27,7 @@ from paceline.watch.rank.threads import mark_stack
 
 # Passes that are looked at: the first ones, and then some of each round.
 _FIRST = 64
-_ROUND = 256
+_ROUND = 512
 _OF_ROUND = 6
 _MOST_INPUTS = 64
 
@@ -81,8 +81,8 @@ class Sentinels:
                 self._end_all.append(observe(torch, places[name], before, after))
         module = sys.modules[torch.optim.Optimizer.__module__]
         self._end_all += [
-            module.register_optimizer_step_pre_hook(self._guard(self._before_step)).remove,
-            module.register_optimizer_step_post_hook(self._guard(self._after_step)).remove,
+            module.register_optimizer_step_pre_hook(self._while_looking(self._before_step)).remove,
+            module.register_optimizer_step_post_hook(self._while_looking(self._passes.after_step)).remove,
         ]
         self._begin_look()
 
@@ -156,25 +156,30 @@ class Sentinels:
 
         return guarded
 
+    def _while_looking(self, note: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook of an optimizer's step, which costs next to nothing between looks."""
+        gradients, guarded = self._gradients, self._guard(note)
+
+        def noted(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if gradients.observer is not None and not self._torch.compiler.is_compiling():
+                guarded(optimizer)
+
+        return noted
+
     def _before_forward(self, ddp: Any, *args: Any, **kwargs: Any) -> None:
         self._copies.before_forward(ddp, list(_list_leaves((args, kwargs))), self._passes.find)
 
     def _before_batch(self, iterator: Any) -> None:
         self._passes.num_batches += 1
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._gradients.observer is None or self._torch.compiler.is_compiling():
-            return
-        marks = mark_stack(sys._getframe(2))
+    def _before_step(self, optimizer: Any) -> None:
+        marks = mark_stack(sys._getframe(3))
         ranks, event = self._copies.before_step(optimizer, marks)
         if not ranks:
             held = [one for one in self._passes.list_held(optimizer) if one.passes]
             self._copies.look_before_step(optimizer, held, marks)
         self._passes.before_step(optimizer, ranks, event)
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._gradients.observer is not None and not self._torch.compiler.is_compiling():
-            self._passes.after_step(optimizer)
 
 
 def _is_capturing(torch: Any) -> bool:
