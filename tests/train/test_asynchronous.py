@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.recipe import dump_recipe, load_recipe
+from paceline.recipe import Layout, Rules, dump_recipe, load_recipe
 from paceline.train.asynchronous import UpdateRow, find_oldest, read_updates
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
@@ -168,6 +168,14 @@ def test_a_record_that_does_not_fit(rows: list[UpdateRow], word: str) -> None:
 def test_versions_are_kept_as_long_as_needed() -> None:
     rows = [UpdateRow(1, 0, 0, 0), UpdateRow(2, 1, 0, 1), UpdateRow(3, 0, 1, 2), UpdateRow(4, 0, 3, 3)]
     assert find_oldest(rows, step=0, batch=0) == [0, 0, 1, 3]
+
+
+def test_workers_are_not_called_idle() -> None:
+    """A rank computes a whole global batch, so one of few microbatches is enough for many ranks."""
+    for staleness, codes in ((0, ["PL131"]), (2, [])):
+        settings = [f"asynchronous.staleness={staleness}", "train.reduction=exact"]
+        found = Rules.of(load_recipe("gpt-stdlib", settings)).remark(Layout(dp_replicate=8), 8)
+        assert [finding.code for finding in found if finding.code == "PL131"] == codes
 
 
 def test_a_record_needs_its_recipe(tmp_path: Path) -> None:

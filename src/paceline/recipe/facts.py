@@ -61,7 +61,7 @@ class RunFacts:
         dtype: of the training, as `train.dtype`.
         reduction: as `train.reduction`.
         device: as `train.device`; `"auto"` is "not known".
-        num_microbatches: of a global batch, if known.
+        num_microbatches: of a global batch that ranks share out, if known.
         has_comm_hook: whether the user gave a communication hook.
         ddp: settings of the replication.
         shard: settings of the sharding.
@@ -88,7 +88,9 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
         dtype=train.dtype,
         reduction=train.reduction,
         device=train.device,
-        num_microbatches=-(-train.global_batch_size // train.microbatch_size),
+        num_microbatches=None
+        if recipe.asynchronous.staleness  # each rank computes a whole one
+        else -(-train.global_batch_size // train.microbatch_size),
         ddp=recipe.ddp,
         shard=recipe.shard,
         compile=train.compile,
