@@ -38,7 +38,8 @@ SETTINGS = {
         *("islands.every=20", "islands.codec=none", "islands.outer.lr=0.7", "islands.outer.momentum=0.7"),
     ],
     "every=10 momentum 0.7": ["islands.every=10", "islands.codec=none", "islands.outer.momentum=0.7"],
-    "every=40 int4 momentum 0.7": ["islands.every=40", "islands.codec=int4", "islands.outer.momentum=0.7"],
+    "every=20 int8 momentum 0.6": ["islands.every=20", "islands.codec=int8", "islands.outer.momentum=0.6"],
+    "every=40 int4 momentum 0.6": ["islands.every=40", "islands.codec=int4", "islands.outer.momentum=0.6"],
     "every=50 momentum 0.7": ["islands.every=50", "islands.codec=none", "islands.outer.momentum=0.7"],
     "every=20 without warm-up": ["islands.every=20", "islands.codec=none", "islands.warmup_steps=0"],
     "every=20 lr 0.7 momentum 0.9": [
