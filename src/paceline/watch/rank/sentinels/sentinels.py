@@ -181,7 +181,6 @@ class Sentinels:
         self._passes.before_step(optimizer, ranks, event)
 
 
-
 def _is_capturing(torch: Any) -> bool:
     """Return whether a CUDA graph records what is called, and would repeat it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-any-return]
