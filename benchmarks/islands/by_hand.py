@@ -43,7 +43,7 @@ class ByHand:
         self.model = build_model(width)
         self._inner = build_optimizer(list(self.model.named_parameters()))
         self.shared = [p.detach().clone() for p in self.model.parameters()]
-        self._outer = torch.optim.SGD(self.shared, lr=0.9, momentum=0.5, nesterov=True)
+        self._outer = torch.optim.SGD(self.shared, lr=0.9, momentum=0.6, nesterov=True)
 
     def step(self, batch: torch.Tensor) -> None:
         loss = self.model(batch).square().sum() / len(batch)

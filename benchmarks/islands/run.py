@@ -25,30 +25,29 @@ RECIPE = HERE.parents[1] / "recipes" / "gpt-islands.toml"
 RESULTS = HERE / "results.jsonl"
 SETTINGS = {
     "plain": ["islands.count=1"],
-    "every=10": ["islands.every=10", "islands.codec=none"],
     "every=20": ["islands.every=20", "islands.codec=none"],
     "every=20 int8": ["islands.every=20", "islands.codec=int8"],
-    "every=20 int4": ["islands.every=20", "islands.codec=int4"],
-    "every=50": ["islands.every=50", "islands.codec=none"],
-    "every=50 int4": ["islands.every=50", "islands.codec=int4"],
-    "every=20 momentum 0.7": ["islands.every=20", "islands.codec=none", "islands.outer.momentum=0.7"],
-    "every=20 momentum 0.8": ["islands.every=20", "islands.codec=none", "islands.outer.momentum=0.8"],
-    "every=20 momentum 0.6": ["islands.every=20", "islands.codec=none", "islands.outer.momentum=0.6"],
-    "every=20 lr 0.7 momentum 0.7": [
-        *("islands.every=20", "islands.codec=none", "islands.outer.lr=0.7", "islands.outer.momentum=0.7"),
-    ],
-    "every=10 momentum 0.7": ["islands.every=10", "islands.codec=none", "islands.outer.momentum=0.7"],
-    "every=20 int8 momentum 0.6": ["islands.every=20", "islands.codec=int8", "islands.outer.momentum=0.6"],
-    "every=40 int4 momentum 0.6": ["islands.every=40", "islands.codec=int4", "islands.outer.momentum=0.6"],
-    "every=50 momentum 0.7": ["islands.every=50", "islands.codec=none", "islands.outer.momentum=0.7"],
+    "every=40 int4": ["islands.every=40", "islands.codec=int4"],
     "every=20 without warm-up": ["islands.every=20", "islands.codec=none", "islands.warmup_steps=0"],
-    "every=20 lr 0.7 momentum 0.9": [
-        *("islands.every=20", "islands.codec=none", "islands.outer.lr=0.7", "islands.outer.momentum=0.9"),
-    ],
+    "every=20 4 islands": ["islands.every=20", "islands.codec=none", "islands.count=4"],
     "every=20 average of weights": [
         *("islands.every=20", "islands.codec=none", "islands.outer.lr=1.0", "islands.outer.momentum=0.0"),
     ],
-    "every=20 4 islands": ["islands.every=20", "islands.codec=none", "islands.count=4"],
+    "every=20 lr 0.7 momentum 0.9": [
+        *("islands.every=20", "islands.codec=none", "islands.outer.lr=0.7", "islands.outer.momentum=0.9"),
+    ],
+    **{
+        f"every={every}{codec and f' {codec}'} momentum {momentum}": [
+            *(
+                f"islands.every={every}",
+                f"islands.codec={codec or 'none'}",
+                f"islands.outer.momentum={momentum}",
+            ),
+        ]
+        for every in (10, 20, 50)
+        for codec in ("", "int8", "int4")
+        for momentum in (0.5, 0.7, 0.8)
+    },
 }
 
 

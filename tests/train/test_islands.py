@@ -22,7 +22,7 @@ from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
 SAMPLES = torch.randn(16 * 12, 40, generator=torch.Generator().manual_seed(7))
-SETTINGS: dict[str, Any] = {"count": 4, "every": 3, "warmup_steps": 2}
+SETTINGS: dict[str, Any] = {"count": 4, "every": 3, "warmup_steps": 2, "outer": {"momentum": 0.5}}
 NUM_STEPS = 10  # two periods after the warm-up, and two steps
 
 

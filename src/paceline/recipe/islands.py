@@ -14,7 +14,7 @@ class OuterSection(Section):
 
     lr: PositiveFloat = 0.9
     """Learning rate. 1 with `momentum = 0` averages the islands' weights (LocalSGD)."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.6
     """Momentum."""
     nesterov: bool = True
     """Nesterov's momentum; without effect if `momentum` is 0."""
@@ -35,7 +35,7 @@ class IslandsSection(Section):
     warmup_steps: NonNegativeInt = 100
     """Steps at the start of the run in which the islands sum gradients instead, as plain training does."""
     outer: OuterSection = OuterSection()
-    """Outer optimizer: a table of `lr` (0.9), `momentum` (0.5) and `nesterov` (true).
+    """Outer optimizer: a table of `lr` (0.9), `momentum` (0.6) and `nesterov` (true).
     `lr = 1` with `momentum = 0` averages weights."""
     codec: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
     """Form in which islands send their changes, as `compress.kind`. What rounding loses is added to the next
