@@ -10,6 +10,7 @@ import pytest
 from paceline.lint import check_text
 
 CORPUS = Path(__file__).parent / "corpus"
+HANGS = Path(__file__).parents[1] / "watch" / "scripts"
 SCRIPTS = sorted(CORPUS.glob("*.py"))
 
 
@@ -24,6 +25,20 @@ def test_script(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     found = check_text(text, str(path))
     assert [(one.line, one.code) for one in found] == expected(text), "\n".join(map(str, found))
+
+
+def test_what_hangs_is_named_before_it_runs() -> None:
+    """The others of the scripts that hang, crash or are slow show it only while they run."""
+    named = {
+        kind: [
+            path.stem
+            for path in sorted((HANGS / kind).glob("*.py"))
+            if check_text(path.read_text(), str(path))
+        ]
+        for kind in ("faulty", "healthy")
+    }
+    assert len(named["faulty"]) >= 45, named["faulty"]
+    assert named["healthy"] == []
 
 
 def test_every_rule_has_two_faulty_scripts_and_three_healthy_ones() -> None:

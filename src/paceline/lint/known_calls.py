@@ -136,6 +136,9 @@ def call_loader(c: KnownCall) -> Value:
         if method is not None:
             with c.run.into([]):  # its own events are those of the loop
                 inherit(value, [c.run.call_function(method, [], {}, c.node, owner=one)])
+    drops = c.pick(8, "drop_last")
+    if drops is not None and drops.const is not False:
+        value.attrs.pop("#uneven", None)
     return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 

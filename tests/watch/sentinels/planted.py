@@ -242,6 +242,18 @@ def hook_sums() -> None:
     train(model, sgd(model))
 
 
+@planted("PL827", ".backward()")
+def hook_sums_in_half() -> None:
+    model = ddp()
+
+    def add(state, bucket):  # type: ignore[no-untyped-def]
+        work = dist.all_reduce(bucket.buffer().to(torch.bfloat16), async_op=True).get_future()
+        return work.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    model.register_comm_hook(None, add)
+    train(model, sgd(model))
+
+
 @planted("PL828", "")
 def sizes_of_rank() -> None:
     num = 24 if rank() == 0 else 8

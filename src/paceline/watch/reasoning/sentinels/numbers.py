@@ -24,9 +24,9 @@ def are_equal(*samples: Sequence[float]) -> bool:
     )
 
 
-def is_near(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two samples are equal up to rounding."""
-    return _is_sample(one, other) and _distance(one, other) <= _DIFFERS * _size(one, other)
+def is_near(one: Sequence[float], other: Sequence[float], within: float = _DIFFERS) -> bool:
+    """Return whether two samples are equal up to rounding, or to a part of the largest number."""
+    return _is_sample(one, other) and _distance(one, other) <= within * _size(one, other)
 
 
 def _is_sample(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
