@@ -114,14 +114,14 @@ def main() -> None:
             errors |= dict(zip(map(id, held), predict(held, fit), strict=True))
     print("constants:", {key: float(f"{value:.3g}") for key, value in asdict(whole).items()})
     report(runs, errors)
-    report_memory(counted)
+    memory = report_memory(counted)
     if args.worst:
         for run in sorted(runs, key=lambda run: -abs(errors[id(run)]))[: args.worst]:
             print(
                 f"{math.exp(errors[id(run)]):.2f} {run.step_s:.3g}s {run.source} | {run.layout} | {run.words}"
             )
     if args.write:
-        write(runs, errors, whole)
+        write(runs, errors, whole, memory)
 
 
 def report(runs: list[Run], errors: dict[int, float]) -> None:
@@ -157,24 +157,38 @@ def report(runs: list[Run], errors: dict[int, float]) -> None:
     print(f"median over publications of their medians: {statistics.median(by_source):.1%}")
 
 
-def report_memory(runs: list[Run]) -> None:
-    """Print the published peaks beside the counted ones; nothing is fitted."""
-    groups = defaultdict(list)
+def report_memory(runs: list[Run]) -> dict[str, list[float]]:
+    """Print the published peaks beside the counted ones, of which nothing is fitted; return the quantiles.
+
+    `80% bar` is the share inside of an interval around the count that the other publications give.
+    """
+    rows = []
     for run in runs:
         if run.peak_gb is not None:
             demand = Demands(run.costs, run.cluster(Constants())).count(run.layout)
-            held = demand.low <= run.peak_gb * GIB <= demand.high
-            groups[run.source].append((math.log(demand.total / (run.peak_gb * GIB)), held))
+            rows.append((run, math.log(run.peak_gb * GIB / demand.total), demand))
+    groups = defaultdict(list)
+    for run, error, demand in rows:
+        others = [(other, each) for other, each, _ in rows if other.publication != run.publication]
+        low, high = find_quantiles([each for _, each in others], [other.source for other, _ in others], 0.8)
+        inside = demand.low <= demand.total * math.exp(error) <= demand.high
+        groups[run.source].append((-error, inside, low <= error <= high))
     title = "peak memory (GiB), nothing fitted"
-    print(f"\n{title:<52}{'rows':>5}{'median':>8}{'p90':>7}{'ratio':>7}{'in range':>10}")
-    every = [row for rows in groups.values() for row in rows]
+    print(f"\n{title:<52}{'rows':>5}{'median':>8}{'p90':>7}{'ratio':>7}{'in range':>10}{'80% bar':>9}")
+    every = [row for own in groups.values() for row in own]
     for source, own in [*sorted(groups.items()), ("all", every)]:
-        median, p90, ratio = describe([error for error, _ in own])
-        held = statistics.mean(inside for _, inside in own)
-        print(f"{source[:51]:<52}{len(own):>5}{median:>8.1%}{p90:>7.0%}{ratio:>7.2f}{held:>10.0%}")
+        median, p90, ratio = describe([error for error, _, _ in own])
+        counted, held = (statistics.mean(row[k] for row in own) for k in (1, 2))
+        print(
+            f"{source[:51]:<52}{len(own):>5}{median:>8.1%}{p90:>7.0%}{ratio:>7.2f}{counted:>10.0%}{held:>9.0%}"
+        )
+    errors, names = [error for _, error, _ in rows], [run.source for run, _, _ in rows]
+    return {
+        f"{level:g}": [round(x, 4) for x in find_quantiles(errors, names, level)] for level in (0.5, 0.8, 0.9)
+    }
 
 
-def write(runs: list[Run], errors: dict[int, float], fit: Constants) -> None:
+def write(runs: list[Run], errors: dict[int, float], fit: Constants, memory: dict[str, list[float]]) -> None:
     """Write the data file of the package."""
     # Ends of measured over predicted.
     residuals = [-errors[id(run)] for run in runs]
@@ -201,7 +215,12 @@ def write(runs: list[Run], errors: dict[int, float], fit: Constants) -> None:
     table = {
         "made_by": "benchmarks/plan/evaluate.py --write; bars.probed: benchmarks/plan/machine.py --write",
         "constants": {key: float(f"{value:.4g}") for key, value in asdict(fit).items()},
-        "bars": {**json.loads(TARGET.read_text())["bars"], "hardware": hardware, "calibrated": one},
+        "bars": {
+            **json.loads(TARGET.read_text())["bars"],
+            "hardware": hardware,
+            "calibrated": one,
+            "memory": memory,
+        },
         "seen": {
             "processors": sorted({run.gpu for run in runs}),
             "schedules": sorted({run.layout.schedule for run in runs}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,41 @@ def test_a_plan_names_layout_interval_memory_and_reasons(
         "tokens/s",
     ):
         assert words in out, words
+
+
+def test_a_peak_that_published_runs_would_exceed_is_warned_of(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--cluster", "8 H100-80", "--layout", "dp_shard=8 recompute=block dp_replicate=1")
+    (row,) = as_table(capsys, llama, *words)["fitting"]  # type: ignore[misc]
+    count = (row["memory_low_bytes"] + row["memory_high_bytes"]) / 2e9
+    said = rf"80% of published peaks .* give ({count * 0.818:.1f}) to ({count * 1.437:.1f}) GB\."
+    # A limit that the count fits, and that 1.437 times the count does not.
+    for limit, warned in ((count * 1.1, True), (count * 1.5, False)):
+        assert run(llama, *words, "--memory", f"{limit:.2f}") == 0
+        out = capsys.readouterr().out
+        assert re.search(said, out), out
+        assert ("train a step before you rent them" in out) == warned
+
+
+def test_what_does_not_train_is_counted_apart_and_refused_where_it_is_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "frozen.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def part():\n    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))\n"
+        "    model[0].requires_grad_(False)\n    return model\n"
+        "def whole():\n    return part().requires_grad_(False)\n"
+        "def batch():\n    return torch.randn(2, 64)\n"
+    )
+    file = tmp_path / "frozen.py"
+    words = ("--batch", f"{file}:batch", "--cluster", "2 H100-80")
+    assert run(f"{file}:part", *words) == 0
+    # 64 * 64 + 64 numbers train; as many of 4 bytes do not.
+    assert "4.16k parameters and 16.2 KiB that are not trained" in capsys.readouterr().out
+    with pytest.raises(PacelineError, match="without a parameter that requires a gradient") as found:
+        run(f"{file}:whole", *words)
+    assert found.value.code == "PL934"
 
 
 def test_one_gpu_is_too_small_for_7b_and_the_least_that_fits_is_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +176,15 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
             )
         from paceline.bench.traced import plan_module
 
-        return plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
+        costs, rules = plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
+        if not costs.num_parameters:
+            raise PacelineError(
+                "PL934",
+                saw=f"{args.target} builds a {costs.name} without a parameter that requires a gradient.",
+                rule="A plan is of training, and an optimizer step changes at least one parameter.",
+                fix="Set requires_grad of what you train, inside the function.",
+            )
+        return costs, rules
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",
@@ -232,9 +241,11 @@ def describe(
     costs, cluster = found.costs, found.cluster
     room = find_limit(cluster) if limit is None else limit
     text = f" of {costs.tokens} tokens" if costs.tokens > 1 else ""
+    frozen = sum(part.frozen_bytes for part in costs.parts)
+    kept = f" and {format_bytes(frozen)} that are not trained" if frozen else ""
     yield (
-        f"{costs.name}: {format_count(costs.num_parameters)} parameters, {costs.global_batch} samples{text} "
-        f"per step, {costs.microbatch} per microbatch"
+        f"{costs.name}: {format_count(costs.num_parameters)} parameters{kept}, {costs.global_batch} "
+        f"samples{text} per step, {costs.microbatch} per microbatch"
     )
     yield f"{cluster} = {cluster.num_ranks} rank{'s' * (cluster.num_ranks > 1)}"
     yield from (f"  {remark}" for remark in (*cluster.remarks, *costs.remarks))
@@ -319,6 +330,10 @@ def _describe_best(found: Plan, best: Candidate, bar: Interval, room: float) -> 
         )
         + f" GB; libraries and pieces: up to {best.demand.high / 1e9:.1f} of {room / 1e9:.1f} GB"
     )
+    if not found.cluster.processor.is_cpu:
+        low, high = (best.demand.total * math.exp(end) / 1e9 for end in fit["bars"]["memory"]["0.8"])
+        tight = " That is more than there is: train a step before you rent them." if high * 1e9 > room else ""
+        yield f"  80% of published peaks, relative to their count, give {low:.1f} to {high:.1f} GB.{tight}"
     yield (
         f"  how certain: the interval holds {bar.level:.0%} of the {fit['rows']} published steps, each "
         f"publication predicted without its own rows (median error {fit['median_error']:.1%})"
