@@ -103,7 +103,7 @@ def test_what_does_not_train_is_counted_apart_and_refused_where_it_is_all(
     words = ("--batch", f"{file}:batch", "--cluster", "2 H100-80")
     assert run(f"{file}:part", *words) == 0
     # 64 * 64 + 64 numbers train; as many of 4 bytes do not.
-    assert "4.16k parameters and 16.2 KiB that are not trained" in capsys.readouterr().out
+    assert "4.16k parameters and 16.2 KiB of frozen ones and buffers" in capsys.readouterr().out
     with pytest.raises(PacelineError, match="without a parameter that requires a gradient") as found:
         run(f"{file}:whole", *words)
     assert found.value.code == "PL934"

@@ -242,7 +242,7 @@ def describe(
     room = find_limit(cluster) if limit is None else limit
     text = f" of {costs.tokens} tokens" if costs.tokens > 1 else ""
     frozen = sum(part.frozen_bytes for part in costs.parts)
-    kept = f" and {format_bytes(frozen)} that are not trained" if frozen else ""
+    kept = f" and {format_bytes(frozen)} of frozen ones and buffers" if frozen else ""
     yield (
         f"{costs.name}: {format_count(costs.num_parameters)} parameters{kept}, {costs.global_batch} "
         f"samples{text} per step, {costs.microbatch} per microbatch"
