@@ -330,6 +330,7 @@ def test_a_disk_that_stands_still_stops_no_step(
     monkeypatch.setattr(metrics, "_append", wait_and_append)
     begin_s = time.monotonic()
     for number in range(2, 30):
+        writer.write_update({"step": number})
         writer.write(row(number))
     writer.write_evaluation(29, {"loss": 1.0})
     assert time.monotonic() - begin_s < 10
@@ -339,6 +340,7 @@ def test_a_disk_that_stands_still_stops_no_step(
     writer.close()
     assert numbers(tmp_path) == list(range(1, 30 if answers else 2))
     assert numbers(tmp_path, "evaluations.jsonl") == ([29] if answers else [])
+    assert not answers or numbers(tmp_path, "updates.jsonl") == list(range(2, 30))
     assert ("does not take the last rows" in caplog.text) is not answers
     is_still.set()
     assert writer._disk.wait(20)

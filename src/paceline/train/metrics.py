@@ -18,7 +18,7 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.sinks.feed import Feed, Row
-from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder
+from paceline.train.belongings import EVALUATIONS, METRICS, UPDATES, OpenFolder
 from paceline.train.disk_thread import WAIT_S, DiskThread
 from paceline.train.step import SaveTimes, Step
 
@@ -70,7 +70,7 @@ def measure_gpu(device: torch.device) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """A writer of `metrics.jsonl` (a row per optimizer step) and `evaluations.jsonl` (a row per evaluation).
+    """A writer of `metrics.jsonl` (a row per optimizer step), `evaluations.jsonl` and `updates.jsonl`.
 
     Args:
         folder: the run's folder.
@@ -86,13 +86,14 @@ class MetricsWriter:
         self._path = folder / METRICS
         self._pending: list[tuple[float, dict[str, Any]]] = []
         self._pending_evaluations: list[dict[str, Any]] = []
+        self._updates, self._pending_updates = (folder / UPDATES).absolute(), list[dict[str, Any]]()
         self._disk = DiskThread()
         self._last_flush_s = -math.inf
         self._memory_bytes, self._gpu = 0, dict[str, float]()
         self._has_failed = False
         with self._writing():
             self._folder = OpenFolder(folder)
-            for name in (METRICS, EVALUATIONS):
+            for name in (METRICS, EVALUATIONS, UPDATES):
                 drop_rows_after(folder / name, last_step)
             self._steps = (folder / METRICS).open("a", encoding="utf-8")
             self._evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
@@ -141,12 +142,15 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Write the collected rows; many at once take half the time, which matters for short steps."""
-        pending, evaluations = self._pending, self._pending_evaluations
+        pending, evaluations, updates = self._pending, self._pending_evaluations, self._pending_updates
 
         def task() -> None:
             self._folder.check()
             _append(self._steps, [row for _, row in pending])
             _append(self._evaluations, evaluations)
+            if updates:  # no other run has such a file
+                with self._updates.open("a", encoding="utf-8") as file:
+                    _append(file, updates)
 
         self._last_flush_s = time.monotonic()
         if not self._run(task):
@@ -154,7 +158,11 @@ class MetricsWriter:
         if self.feed is not None and pending:
             rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in pending]
             self.feed.send(steps=rows)
-        self._pending, self._pending_evaluations = [], []
+        self._pending, self._pending_evaluations, self._pending_updates = [], [], []
+
+    def write_update(self, row: dict[str, Any]) -> None:
+        """Append a row to `updates.jsonl` with the next rows of metrics."""
+        self._pending_updates.append(row)
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Append the results of an evaluation after `step` to `evaluations.jsonl`."""

@@ -128,6 +128,12 @@ class StepRecords:
             if writer.feed is not None and not handle.failed:
                 writer.feed.send(saved=(handle.step, handle.path))
 
+    def write_update(self, row: dict[str, Any]) -> None:
+        """Write which update an asynchronous step applies, before `write_step`."""
+        writer = self._open()
+        if writer is not None:
+            writer.write_update(row)
+
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Write the results of an evaluation after `step`, by name."""
         writer = self._open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -29,7 +28,6 @@ from paceline.train.asynchronous import (
     unpack,
 )
 from paceline.train.batches import weigh
-from paceline.train.belongings import UPDATES
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -41,7 +39,6 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
-from paceline.train.metrics import drop_rows_after
 from paceline.train.phases import Phases
 from paceline.train.probe import explain_single_sample
 from paceline.train.step import Step
@@ -292,8 +289,6 @@ class Trainer(Training[Share]):
         self._phases.probe("model", objective, first)
         if self._statistics.keeps_some:
             raise refusal("a model whose forward changes buffers", "Ranks would change them apart.")
-        if self.run_folder is not None and self.world.is_main:
-            drop_rows_after(self.run_folder / UPDATES, self.step_number)
 
         def compute(batch: int) -> Pushed:
             share = loader.take_whole(batch, self.world.rank, reads=True)
@@ -312,9 +307,7 @@ class Trainer(Training[Share]):
             share, lr = loader.take_whole(row.batch, 0, reads=False), update.lr
             self._begin_step(share)
             done = update.apply(pushed, share, step=row.batch + 1, settings=self._settings)
-            if self.run_folder is not None and self.world.is_main:
-                with (self.run_folder / UPDATES).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row._asdict()) + "\n")
+            self._records.write_update(row._asdict())
             values = {"worker": row.worker, "staleness": row.staleness}
             yield self._end_step(share, {"model": done}, lr=lr, comm_s=done.comm_s, values=values)
         self._is_apart = False
