@@ -80,7 +80,7 @@ def test_a_peak_that_published_runs_would_exceed_is_warned_of(
     words = ("--cluster", "8 H100-80", "--layout", "dp_shard=8 recompute=block dp_replicate=1")
     (row,) = as_table(capsys, llama, *words)["fitting"]  # type: ignore[misc]
     count = (row["memory_low_bytes"] + row["memory_high_bytes"]) / 2e9
-    said = rf"80% of published peaks .* give ({count * 0.818:.1f}) to ({count * 1.437:.1f}) GB\."
+    said = rf"80% of published peaks, .* give ({count * 0.818:.1f}) to ({count * 1.437:.1f}) GB\."
     # A limit that the count fits, and that 1.437 times the count does not.
     for limit, warned in ((count * 1.1, True), (count * 1.5, False)):
         assert run(llama, *words, "--memory", f"{limit:.2f}") == 0
