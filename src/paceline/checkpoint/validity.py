@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 
 from paceline.checkpoint.hashed import hash_file
@@ -22,6 +23,9 @@ from paceline.finding import Finding
 # A file that is not part of the checkpoint and does not harm it.
 EXTRA_FILE = "PL505"
 OTHER_FORMAT = "PL504"
+_UNCHANGED = "A checkpoint is used only if all of its files are as they were written."
+# Broken files that are reported one by one; a manifest may name a million.
+_MOST_FILES = 100
 _FALL_BACK = "Remove it or move it away; loading then falls back to the checkpoint before it."
 
 
@@ -46,7 +50,10 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
         rule = "Without its manifest, nothing in a checkpoint can be trusted."
         return [Finding("PL503", str(path / FILE_NAME), f"{FILE_NAME} {bad}.", rule, _FALL_BACK)]
     checked = (_check_file(path, manifest, name, read_all=read_all) for name in manifest.files)
-    findings = [finding for finding in checked if finding is not None]
+    findings = list(islice((finding for finding in checked if finding is not None), _MOST_FILES))
+    if len(findings) == _MOST_FILES:
+        saw = f"{_MOST_FILES} files are not as written; files after these were not checked."
+        findings.append(Finding("PL500", str(path), saw, _UNCHANGED, _FALL_BACK))
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
@@ -137,8 +144,7 @@ def _check_file(path: Path, manifest: Manifest, name: str, *, read_all: bool) ->
         code, found = "PL500", f"{name} is missing."
     except OSError as error:
         code, found = "PL500", f"{name} cannot be read ({error.strerror})."
-    rule = "A checkpoint is used only if all of its files are as they were written."
-    return Finding(code, str(file), found, rule, _FALL_BACK)
+    return Finding(code, str(file), found, _UNCHANGED, _FALL_BACK)
 
 
 def _other(path: Path, version: int) -> Finding:

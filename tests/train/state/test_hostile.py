@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.checkpoint import is_usable, verify
-from paceline.checkpoint.hashed import hash_file
+from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
@@ -242,3 +242,13 @@ def test_what_is_valid_loads_and_the_rest_is_left_out(
     ranks: Pool, tmp_path: Path, mode: str, num_random: int
 ) -> None:
     assert ranks.run(attack, nproc=1, args=(str(tmp_path), mode, num_random)) == [[]]
+
+
+def test_a_manifest_of_many_names_gives_few_findings(tmp_path: Path) -> None:
+    record = FileRecord(num_bytes=1, sha256="0" * 64)
+    files = {f"x-{number:04d}.safetensors": record for number in range(1000)}
+    (tmp_path / FILE_NAME).write_bytes(dump_manifest(Manifest(step=1, files=files, identity={})))
+    found = verify(tmp_path)
+    assert {finding.code for finding in found} == {"PL500"}
+    assert len(found) == 101
+    assert "files after these were not checked" in found[-1].saw
