@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.errors import PacelineError
+from paceline.parallel.tensor.plan import find_plan
 from paceline.recipe.load import parse_recipe
 from paceline.verifying.check import resolve_layout, verify_recipe
 from tests.dist.pool import Pool
-from tests.train.test_experts import SIZES, recipe_table, train_foreign
+from tests.train.test_experts import SIZES, Tokens, build_foreign, recipe_table, train_foreign
 from tests.verifying.runs import PoolRunner
 
 LAYOUTS = ("dp_replicate=2 ep=2 tp=2", "dp_shard=2 ep=2 tp=2")
@@ -39,7 +41,6 @@ def test_every_axis_at_once_on_32_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     assert verified.ok, list(map(str, verified.findings))
 
 
-# The norms of OLMoE are over all heads, so that tp finds nothing to split, which is an error.
 @pytest.mark.parametrize("kind", [kind for kind in SIZES if kind != "Olmoe"])
 def test_mixtures_of_transformers_have_the_numbers_of_one_process(ranks: Pool, kind: str) -> None:
     """Their norms and routers compute in fp32, so the numbers are those of fp64 up to that."""
@@ -49,3 +50,12 @@ def test_mixtures_of_transformers_have_the_numbers_of_one_process(ranks: Pool, k
         for found, _ in ranks.run(train_foreign, 4, (kind, layout, torch.float64)):
             for one, other in zip(alone, found, strict=True):
                 assert other == pytest.approx(one, rel=1e-6), layout
+
+
+def test_norms_over_all_heads_leave_nothing_to_split() -> None:
+    """Those of OLMoE; its other matrices are experts, which ranks of ep share."""
+    pytest.importorskip("transformers", reason="this model is that of transformers")
+    ids = Tokens()[0]["ids"][None]
+    with pytest.raises(PacelineError, match=r"mean in model.layers.0.self_attn.q_norm needs all of it") as caught:
+        find_plan(build_foreign("Olmoe"), lambda model: model(input_ids=ids, labels=ids).loss, 2)
+    assert caught.value.code == "PL461"
