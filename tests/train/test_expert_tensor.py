@@ -56,6 +56,8 @@ def test_norms_over_all_heads_leave_nothing_to_split() -> None:
     """Those of OLMoE; its other matrices are experts, which ranks of ep share."""
     pytest.importorskip("transformers", reason="this model is that of transformers")
     ids = Tokens()[0]["ids"][None]
-    with pytest.raises(PacelineError, match=r"mean in model.layers.0.self_attn.q_norm needs all of it") as caught:
+    with pytest.raises(
+        PacelineError, match=r"mean in model.layers.0.self_attn.q_norm needs all of it"
+    ) as caught:
         find_plan(build_foreign("Olmoe"), lambda model: model(input_ids=ids, labels=ids).loss, 2)
     assert caught.value.code == "PL461"

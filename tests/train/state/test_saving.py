@@ -489,6 +489,34 @@ def test_without_memory_training_waits_and_says_so(ranks: Pool, tmp_path: Path) 
     assert [verify(path) for path in list_at(tmp_path)] == [[], []]
 
 
+def find_who_reserves(world: Any, folder: str, layout: str, mode: str) -> list[str]:
+    grown: list[str] = []
+
+    def reserve(self: CopyMemory, num_bytes: int, device: torch.device) -> None:
+        if num_bytes > self.num_bytes:
+            grown.append(threading.current_thread().name)
+        original(self, num_bytes, device)
+
+    original, CopyMemory.reserve = CopyMemory.reserve, reserve  # type: ignore[method-assign]
+    try:
+        trainer = build_trainer(layout, mode)
+        trainer.resume(folder)
+        for _ in steps(trainer, 2):
+            pass
+        trainer.save(wait=True)
+        trainer.close()
+    finally:
+        CopyMemory.reserve = original  # type: ignore[method-assign]
+    return grown
+
+
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+def test_the_first_save_finds_its_memory_ready(ranks: Pool, tmp_path: Path, mode: str) -> None:
+    layout = "dp_shard=2" if mode == "sharded" else "dp_replicate=2"
+    found = ranks.run(find_who_reserves, 2, (str(tmp_path), layout, mode))
+    assert found == [["paceline-copy"], ["paceline-copy"] if mode == "sharded" else []]
+
+
 # ---- over many saves
 
 

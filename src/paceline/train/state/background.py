@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +16,8 @@ from paceline.errors import PacelineError
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.
 _NICENESS = 10
+# Of the next save beside what this one has: generators, positions of loaders.
+_SPARE_BYTES = 1 << 20
 
 
 class Background:
@@ -30,6 +34,8 @@ class Background:
         self.num_copied_bytes = 0
         self._device = device
         self._memory = CopyMemory()
+        self._is_reserved = threading.Event()
+        self._is_reserved.set()
         self._thread: CopyThread | None = None
         self._state_copy: StateCopy | None = None
         # Once weights were changed behind the trainer's back, they are copied before `save` returns.
@@ -40,9 +46,22 @@ class Background:
         """Size of the memory."""
         return self._memory.num_bytes
 
+    def reserve(self, plans: Sequence[FilePlan]) -> None:
+        """Let the thread for copies prepare memory for such files, before the first save needs it."""
+        memory, num_bytes = self._memory, measure(plans) + _SPARE_BYTES
+
+        def reserve() -> None:
+            with contextlib.suppress(RuntimeError):  # a save tries again, and says it
+                memory.reserve(num_bytes, self._device)
+            self._is_reserved.set()
+
+        self._is_reserved.clear()
+        self._find_thread().begin(reserve)
+
     def get_ready(self, plans: Sequence[FilePlan]) -> str:
         """Prepare memory for files; return why that is impossible, or ""."""
         num_bytes = measure(plans)
+        self._is_reserved.wait()
         try:
             self._memory.reserve(num_bytes, self._device)
         except RuntimeError:
@@ -64,14 +83,12 @@ class Background:
             late: ids of the tensors that only an optimizer's step changes.
             held: what other ranks hold copies of.
         """
-        if self._thread is None:
-            self._thread = CopyThread()
 
         def end(copied: StateCopy, error: PacelineError | None, digests: list[Digests]) -> None:
             self._copies_at_once |= error is not None
             save.start(copied.plans, digests, error, _NICENESS)
 
-        self._state_copy = StateCopy(self._thread, self._memory, plans, late, held, self._device, end)
+        self._state_copy = StateCopy(self._find_thread(), self._memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
         if self._copies_at_once:
             self._state_copy.wait()
@@ -87,3 +104,8 @@ class Background:
             self._thread.close()
             self._thread = None
         self._state_copy, self._memory = None, CopyMemory()
+
+    def _find_thread(self) -> CopyThread:
+        if self._thread is None:
+            self._thread = CopyThread()
+        return self._thread

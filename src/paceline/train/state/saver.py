@@ -99,6 +99,7 @@ class Saver:
         self._last: SaveHandle | None = None
         self._start: RunStart | None = None
         self._grace = Grace(is_main=world.is_main)
+        self._is_ready = True
 
     @property
     def folder(self) -> Path | None:
@@ -161,6 +162,9 @@ class Saver:
         """
         if self.folder is not None:
             self.saving.end_step()
+            if not self._is_ready and self._islands is None:  # an optimizer has all of its state only now
+                self._is_ready = True
+                self.saving.get_ready(lambda: self._list_state(lambda: {"tracked": {}}))
         times = self.saving.take_times()
         self._grace.check(times.save_s)
         return times
@@ -180,7 +184,7 @@ class Saver:
             The saved counters, or `None` if there is no checkpoint.
         """
         self.saving.start()
-        self._start, self._last = None, None
+        self._start, self._last, self._is_ready = None, None, False
         self._start = start = RunStart(
             self._world, folder, keep=self._keep, is_sharded=self.saving.is_sharded
         )

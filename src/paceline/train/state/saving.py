@@ -168,6 +168,25 @@ class Saving:
         if self._pending is not None:
             self.finish(self._pending)
 
+    def get_ready(self, list_state: Callable[[], RunState]) -> None:
+        """Reserve memory for saves in the background, in their thread; collective.
+
+        Without it, the first save would make training wait for all pages of its memory.
+
+        Args:
+            list_state: returns this rank's part of the state.
+        """
+        if self.background is None:
+            return
+        with caught():  # a save raises it
+            state = list_state()
+            if self.is_sharded:
+                self.background.reserve(prepare_share(self._world.rank, state)[0].list_files())
+            elif not state.parts.is_divided and self._world.is_main:  # else whole tensors would be gathered
+                prepared = prepare_full(self._world, state)
+                assert prepared is not None
+                self.background.reserve(prepared.list_files())
+
     def save(
         self,
         folder: CheckpointFolder,
