@@ -124,6 +124,8 @@ def _type(annotation: Any) -> str:
         return "table"
     if origin is list:
         return f"list of {_type(parts[0])}"
+    if origin is dict:
+        return "table"
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]
 
 

@@ -23,6 +23,7 @@ ROWS: list[tuple[str, ...]] = [
         "finding",
         "reading",
         "own_code",
+        "named",
         "codes",
         "seeds",
         "signatures",

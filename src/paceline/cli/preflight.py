@@ -30,7 +30,7 @@ def check_memory(recipe: Recipe, layouts: Sequence[Layout]) -> None:
     data = recipe.data
     is_unknown = isinstance(data, TextData | MaskedTextData) and count_vocab(data) is None
     has_gpu = recipe.train.device == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))
-    if (has_gpu and recipe.train.device != "cpu") or is_unknown or recipe.model.kind == "hf":
+    if (has_gpu and recipe.train.device != "cpu") or is_unknown or recipe.model.kind in ("hf", "own"):
         return
     available = psutil.virtual_memory().total + psutil.swap_memory().total
     for layout in layouts:

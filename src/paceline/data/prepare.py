@@ -9,6 +9,7 @@ from paceline.data.digits import Digits, load_digits
 from paceline.data.files import CorpusSplit, find_text_files, split_files
 from paceline.data.tokens import Corpus, TokenFile, build_corpus
 from paceline.errors import PacelineError
+from paceline.recipe.own import OwnData
 from paceline.recipe.schema import DigitsData, MaskedTextData, Recipe, TextData
 
 
@@ -37,37 +38,42 @@ class PreparedDigits:
     valid: Digits | None
 
 
-def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits:
+def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | None:
     """Check the recipe's data and build its caches; imports no torch.
 
     Cheap if the cache exists (one stat per file), else one pass over the text. Any number of processes may
-    call it at once.
+    call it at once. Data of the user's own give None: only ranks build these.
 
     Raises:
         PacelineError: PL200 to PL209, PL213 and PL214, see `codes/PL200-data.md`.
     """
     section = recipe.data
     prepared: PreparedText | PreparedDigits
+    if isinstance(section, OwnData):
+        return None
     if isinstance(section, DigitsData):
         prepared = PreparedDigits(*load_digits(section.valid_fraction))
     else:
         prepared = _prepare_text(section)
-    _check_batch(recipe.train.global_batch_size, prepared)
-    return prepared
-
-
-def _check_batch(global_batch_size: int, prepared: PreparedText | PreparedDigits) -> None:
     if isinstance(prepared, PreparedText):
         num_samples = prepared.num_samples(prepared.corpus.train)
     else:
         num_samples = len(prepared.train.labels)
+    check_batch(recipe.train.global_batch_size, num_samples)
+    return prepared
+
+
+def check_batch(global_batch_size: int, num_samples: int) -> None:
+    """Raise PL214 for a global batch of more samples than the training data have."""
     if global_batch_size > num_samples:
         raise PacelineError(
             "PL214",
             saw=f"train.global_batch_size={global_batch_size} is more than the {num_samples} samples of the "
             "training data.",
             rule="A global batch is part of one epoch, which has each sample once.",
-            fix=f"Set global_batch_size to {num_samples} or less, or add data.",
+            fix=f"Set global_batch_size to {num_samples} or less, or add data."
+            if num_samples
+            else "Add data.",
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from paceline.data import digits
 from paceline.data.images import DigitImages
-from paceline.data.prepare import PreparedText, prepare_data
+from paceline.data.prepare import PreparedText, check_batch, prepare_data
 from paceline.data.text import MaskedTokens, NextTokens, Sample
 from paceline.data.tokenizer import Tokenizer
 from paceline.data.tokens import TokenFile
+from paceline.errors import PacelineError
+from paceline.named import find_named
+from paceline.phrases import first_line
+from paceline.recipe.own import OwnData
 from paceline.recipe.schema import MaskedTextData, Recipe, TextData
 
 
@@ -29,6 +34,7 @@ class TaskData:
         tokenizer: between text and ids: `tokenizer.encode(text)`, `tokenizer.decode(ids)`.
         train_tokens: the file behind `train`, of text.
         valid_tokens: the file behind `valid`, of text.
+        functions: `loss`, and where they are given `forward` and `metrics`, of data of the user's own.
     """
 
     train: Dataset[Sample]
@@ -40,6 +46,7 @@ class TaskData:
     tokenizer: Tokenizer | None = None
     train_tokens: TokenFile | None = None
     valid_tokens: TokenFile | None = None
+    functions: dict[str, Any] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; only for text."""
@@ -56,9 +63,12 @@ def build_data(recipe: Recipe) -> TaskData:
     """Return the recipe's data, checked, with its caches built; any number of ranks may call it at once.
 
     Raises:
-        PacelineError: PL200 to PL209, see `prepare_data`.
+        PacelineError: PL200 to PL209, see `prepare_data`; PL837 for the function of `kind = "own"`.
     """
+    if isinstance(recipe.data, OwnData):
+        return _build_own(recipe.data, recipe.train.global_batch_size)
     prepared = prepare_data(recipe)
+    assert prepared is not None, "the case before"
     if isinstance(prepared, PreparedText):
         assert isinstance(recipe.data, TextData | MaskedTextData)
         return _build_text(prepared, recipe.data, recipe.train.seed)
@@ -96,4 +106,49 @@ def _build_text(prepared: PreparedText, section: TextData | MaskedTextData, seed
         tokenizer=corpus.tokenizer,
         train_tokens=corpus.train,
         valid_tokens=corpus.valid if has_valid else None,
+    )
+
+
+def _build_own(section: OwnData, global_batch_size: int) -> TaskData:
+    given = call_named("data", section.build, section.args)
+    has_train = isinstance(given, dict) and hasattr(given.get("train"), "__len__")
+    if not has_train or not hasattr(given.get("valid") or (), "__len__"):
+        raise named_error("data", f"{section.build} returned no dict with data sets that have a length.")
+    if not callable(given.get("loss")):
+        raise named_error("data", f"{section.build} returned no function `loss`.")
+    functions = {name: value for name, value in given.items() if name not in ("train", "valid")}
+    if unknown := sorted(set(functions) - {"loss", "forward", "metrics"}):
+        raise named_error("data", f"{section.build} returned {unknown[0]!r}, which is no part of it.")
+    check_batch(global_batch_size, len(given["train"]))
+    return TaskData(given["train"], given.get("valid"), functions=functions)
+
+
+def call_named(table: str, build: str, args: dict[str, Any], *more: Any) -> Any:
+    """Return the result of the function that a recipe's table names.
+
+    Raises:
+        PacelineError: PL837 if there is none, or it raises.
+    """
+    try:
+        function = find_named(build)
+    except LookupError as error:
+        raise named_error(table, str(error)) from error
+    try:
+        return function(*more, **args)
+    except PacelineError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise named_error(table, f"{build} raised {type(error).__name__}: {first_line(error)}.") from error
+
+
+def named_error(table: str, saw: str) -> PacelineError:
+    """Return PL837 for a function that a recipe's table names."""
+    return PacelineError(
+        "PL837",
+        saw=f"{table}.kind names a function: {saw}",
+        rule="The function of [model] is called with the data and args and returns an nn.Module. That of "
+        "[data] is called with args and returns a dict with train, loss and, if wanted, valid, forward and "
+        "metrics.",
+        fix="Correct the function or its name: MODULE:FUNCTION, found from the working folder, or "
+        "FILE.py:FUNCTION.",
     )

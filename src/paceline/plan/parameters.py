@@ -15,6 +15,7 @@ from paceline.errors import PacelineError
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.hf_model import HfModel
+from paceline.recipe.own import OwnModel
 from paceline.recipe.schema import (
     DecoderFields,
     EncoderModel,
@@ -68,10 +69,10 @@ def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Param
     model, data = recipe.model, recipe.data
     if isinstance(model, ResnetModel):
         return list(_list_resnet(model))
-    if isinstance(model, HfModel):
+    if isinstance(model, HfModel | OwnModel):
         raise PacelineError(
             "PL934",
-            saw='a recipe with model.kind="hf".',
+            saw=f"a recipe with model.kind={model.kind!r}.",
             rule="Plans know the parameters of recipes' own models; of others, they read a recording.",
             fix="Train it from a script and record some steps: paceline profile --nproc-per-node 2 "
             "train.py, then paceline plan train.py --recorded profile-1 --cluster ...",

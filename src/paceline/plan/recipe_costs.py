@@ -11,6 +11,7 @@ from paceline.plan.parameters import Parameter, list_parameters
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.hf_model import HfModel
+from paceline.recipe.own import OwnModel
 from paceline.recipe.schema import (
     DecoderFields,
     MaskedTextData,
@@ -110,7 +111,7 @@ def find_vocab(recipe: Recipe, vocab_size: int | None) -> int | None:
 def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> Transformer:
     model, data = recipe.model, recipe.data
     assert isinstance(data, TextData | MaskedTextData)
-    assert not isinstance(model, ResnetModel | HfModel)
+    assert not isinstance(model, ResnetModel | HfModel | OwnModel)
     drops = model.dropout > 0
     # torch's attention with dropout is one kernel on GPUs only.
     fused = not (drops and recipe.train.device == "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.recipe.hf_model import HfModel
+from paceline.recipe.own import OwnModel
 from paceline.recipe.schema import (
     DdpSection,
     DecoderFields,
@@ -95,7 +96,7 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
         shard=recipe.shard,
         compile=train.compile,
     )
-    if isinstance(recipe.model, HfModel):
+    if isinstance(recipe.model, HfModel | OwnModel):
         return ModelFacts(), run  # the model itself tells, once it is built
     if isinstance(recipe.model, ResnetModel):
         return _read_resnet(recipe.model), run

@@ -15,6 +15,7 @@ import tomli_w
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.reading import read_file
 from paceline.recipe.explain import field_at, validate_recipe
+from paceline.recipe.own import spell_out
 from paceline.recipe.schema import Recipe
 from paceline.signatures import explain_arguments
 
@@ -116,6 +117,7 @@ def parse_recipe(table: dict[str, Any], settings: Sequence[str] = (), *, where: 
         _override(table, setting)
     if isinstance(table.get("optimizer"), dict):
         table["optimizer"].setdefault("kind", "adamw")
+    spell_out(table)
     recipe, problems = validate_recipe(table)
     if recipe is None:
         raise RecipeErrors(where, problems)

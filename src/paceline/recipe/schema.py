@@ -15,6 +15,7 @@ from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.hf_model import HfModel
 from paceline.recipe.islands import AsynchronousSection, IslandsSection
 from paceline.recipe.layout import Layout, check_order
+from paceline.recipe.own import OwnData, OwnModel
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import ElasticSection as ElasticSection
 from paceline.recipe.ranks import LayoutSection as LayoutSection
@@ -200,7 +201,7 @@ class ResnetModel(Section):
 
 
 ModelSection = Annotated[
-    GptModel | MoeModel | EncoderModel | ResnetModel | HfModel, Field(discriminator="kind")
+    GptModel | MoeModel | EncoderModel | ResnetModel | HfModel | OwnModel, Field(discriminator="kind")
 ]
 
 
@@ -267,7 +268,7 @@ class DigitsData(Section):
     """Share of the images held out for validation."""
 
 
-DataSection = Annotated[TextData | MaskedTextData | DigitsData, Field(discriminator="kind")]
+DataSection = Annotated[TextData | MaskedTextData | DigitsData | OwnData, Field(discriminator="kind")]
 
 
 class LoaderSection(Section):
@@ -516,13 +517,14 @@ class Recipe(Section):
             "encoder": ("masked_text",),
             "resnet": ("digits",),
             "hf": ("text",),
+            "own": ("text", "masked_text", "digits", "own"),
         }
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(
                 "PL116",
                 f"model.kind={self.model.kind!r} with data.kind={self.data.kind!r}.",
                 "gpt, moe and hf predict the next token of text, encoder the masked tokens of masked_text, "
-                "resnet the class of images (digits).",
+                "resnet the class of images (digits). A model of your own takes all.",
                 f"Set data.kind to {' or '.join(repr(kind) for kind in needs[self.model.kind])}.",
             )
         if self.train.steps is not None and self.optimizer.warmup_steps > self.train.steps:
@@ -533,7 +535,7 @@ class Recipe(Section):
                 "The warm-up is the first part of the run.",
                 f"Set warmup_steps to {self.train.steps} or less.",
             )
-        if self.optimizer.kind == "muon" and self.model.kind in ("resnet", "hf"):
+        if self.optimizer.kind == "muon" and self.model.kind in ("resnet", "hf", "own"):
             raise broken_rule(
                 "PL116",
                 f"optimizer.kind='muon' with model.kind={self.model.kind!r}.",

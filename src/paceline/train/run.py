@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -13,12 +14,14 @@ from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
+from paceline.data.task import call_named, named_error
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.huggingface.factory import Pretrained, from_recipe
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.hf_model import HfModel
+from paceline.recipe.own import OwnModel
 from paceline.seeds import derive_seed
 from paceline.train.asynchronous import UpdateRow, read_updates
 from paceline.train.belongings import EVALUATIONS, METRICS
@@ -107,7 +110,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         settings: other arguments of `Trainer`, such as `comm_hook`.
     """
     settled = settle_recipe(recipe, current_world().world_size)
-    task, layout = build_task(recipe), settled.layout
+    task, layout = build_task(recipe, data), settled.layout
     return Trainer(
         make_model(recipe, data),
         forward=task.forward,
@@ -133,7 +136,16 @@ def make_model(recipe: Recipe, data: TaskData) -> Callable[[], nn.Module]:
     """Return what builds a recipe's model."""
     if isinstance(recipe.model, HfModel):
         return from_recipe(recipe.model, data.vocab_size)
+    if isinstance(recipe.model, OwnModel):
+        return partial(_build_own, recipe.model, data)
     return lambda: build_model(recipe, data)
+
+
+def _build_own(section: OwnModel, data: TaskData) -> nn.Module:
+    model = call_named("model", section.build, section.args, data)
+    if not isinstance(model, nn.Module):
+        raise named_error("model", f"{section.build} returned a {type(model).__name__}.")
+    return model
 
 
 def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool) -> Any:
@@ -368,7 +380,7 @@ class _RecipeRun:
     def _evaluate(self) -> None:
         if self._valid_loader is None:
             return
-        evaluation = self._trainer.evaluate(self._valid_loader, build_task(self._recipe).metrics)
+        evaluation = self._trainer.evaluate(self._valid_loader, build_task(self._recipe, self._data).metrics)
         self._valid = evaluation.values()
         if self._recipe.train.patience:
             self._has_stopped_early = self._is_stale(self._trainer.keep_best(evaluation.loss))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from paceline.data import TaskData
 from paceline.models.moe import MoeOutput
 from paceline.recipe.schema import AdamW, Muon, Recipe, Sgd
 from paceline.train.kernels import rounds_by_place
@@ -38,8 +39,11 @@ class Task:
     metrics: dict[str, Metric]
 
 
-def build_task(recipe: Recipe) -> Task:
+def build_task(recipe: Recipe, data: TaskData) -> Task:
     """Return the task for a recipe's data."""
+    if data.functions:
+        forward = data.functions.get("forward", lambda model, batch: model(batch))
+        return Task(forward, data.functions["loss"], data.functions.get("metrics", {}))
     if recipe.model.kind == "moe":
         metrics: dict[str, Metric] = {"fullest_expert": share_of_fullest}
         return Task(lambda model, batch: model(batch["ids"]), balanced_token_loss, metrics)

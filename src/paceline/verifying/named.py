@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.phrases import first_line
+from paceline.named import find_named
 from paceline.train.batches import count_samples
 from paceline.verifying.check import build_default_optimizer, verify
 from paceline.verifying.subject import UserSubject
@@ -49,7 +44,11 @@ def load_subject(source: str, num_steps: int, dtype: str) -> NamedSubject:
     Raises:
         PacelineError: PL720 if there is no such function, or it returns something else.
     """
-    made = _find(source)()
+    try:
+        find = find_named(source)
+    except LookupError as error:
+        raise _source_error(str(error)) from error
+    made = find()
     if not isinstance(made, dict):
         raise _source_error(f"{source} returned a {type(made).__name__}.")
     given: dict[str, Any] = {"optimizer": build_default_optimizer, "forward": None} | made
@@ -65,32 +64,6 @@ def load_subject(source: str, num_steps: int, dtype: str) -> NamedSubject:
     own = {key: given[key] for key in known if key in given} | defaults
     settings = {key: each for key, each in given.items() if key not in known}
     return NamedSubject(**own, num_steps=num_steps, dtype=dtype, settings=settings, source=source)
-
-
-def _find(source: str) -> Callable[[], Any]:
-    place, _, name = source.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            module_name = Path(place).stem
-            folder = str(Path(place).resolve().parent)
-            if folder not in sys.path:
-                sys.path.insert(0, folder)  # as for a script, which may import its neighbours
-            spec = importlib.util.spec_from_file_location(module_name, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except Exception as error:  # a user's file may raise anything
-        raise _source_error(
-            f"{place} cannot be imported ({type(error).__name__}: {first_line(error)})."
-        ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise _source_error(f"{place} has no function {name}.")
-    return found  # type: ignore[no-any-return]
 
 
 def _source_error(saw: str) -> PacelineError:
