@@ -1,4 +1,4 @@
-"""The table of axes: what follows from it, and that another row is all that a new axis needs."""
+"""The table of axes: what follows from it, and what a new axis needs besides its row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,24 @@ from paceline.recipe.axes import AXES, OPEN, list_axes
 ROWS = {
     "dp_shard": '    echo: int = _ranks("Ranks that compute the same as each other.", change_cost=0.5)\n',
     "tp": '    spread: int = _ranks("Ranks that replicate.", shares_data=True)\n',
+}
+# An axis that does something: each of its ranks multiplies its gradients by their number. By file, what its
+# lines stand before; None: the file is new.
+DOES = {
+    "recipe/axes.py": (
+        "    tp: int = _ranks(",
+        '    louder: int = _ranks("Ranks that multiply their gradients.", shares_data=True)\n',
+    ),
+    "parallel/order.py": (
+        "    if layout.dp_shard == 1:\n        # Last: DDP",
+        "    from paceline.parallel.louder import multiply\n\n    multiply(model, layout.louder)\n",
+    ),
+    "parallel/louder.py": (
+        None,
+        "def multiply(model, factor):\n"
+        "    for each in model.parameters():\n"
+        "        each.register_hook(lambda gradient: gradient * factor)\n",
+    ),
 }
 RECIPE = """
 [model]
@@ -93,22 +112,30 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package whose table has two more rows, with a recipe beside it; no other line differs."""
-    folder = tmp_path_factory.mktemp("made_up")
+def copy_package(folder: Path, changes: Sequence[tuple[str, str | None, str]]) -> Path:
+    """Copy the package with these lines in these files, each before the line that begins so."""
     assert paceline.__file__ is not None
     shutil.copytree(
         Path(paceline.__file__).parent, folder / "paceline", ignore=shutil.ignore_patterns("__pycache__")
     )
-    table = folder / "paceline" / "recipe" / "axes.py"
-    text = table.read_text()
-    for before, row in ROWS.items():
-        assert text.count(f"    {before}: int = _ranks(") == 1
-        text = text.replace(f"    {before}: int = _ranks(", f"{row}    {before}: int = _ranks(")
-    table.write_text(text)
+    for name, before, lines in changes:
+        path = folder / "paceline" / name
+        if before is None:
+            assert not path.exists()
+            path.write_text(lines)
+            continue
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, lines + before))
     (folder / "recipe.toml").write_text(RECIPE)
     return folder
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package whose table has two more rows, with a recipe beside it; no other line differs."""
+    rows = [("recipe/axes.py", f"    {before}: int = _ranks(", row) for before, row in ROWS.items()]
+    return copy_package(tmp_path_factory.mktemp("made_up"), rows)
 
 
 def run_on(folder: Path, *words: str) -> str:
@@ -131,6 +158,24 @@ def test_a_row_is_all_that_training_needs(made_up: Path) -> None:
     said = run_on(made_up, "-m", "paceline", "verify", "recipe.toml", "--steps", "2", *words)
     assert said.count("every bit the same") == 5, said
     assert "5 layouts: 5 the same as one process." in said
+
+
+def test_an_axis_that_does_something_needs_three_files(tmp_path: Path) -> None:
+    """Both ranks double their gradients: the bits of one process that has twice the learning rate."""
+    assert len(DOES) == 3
+    copy_package(tmp_path, [(name, *lines) for name, lines in DOES.items()])
+    runs = {"louder=2": (2, 0.125), "dp_replicate=1": (1, 0.25), "dp_replicate=2": (2, 0.125)}
+    text = RECIPE.replace("echo = 2\nspread = 2\n", "").replace('"adamw"', '"sgd"')
+    (tmp_path / "recipe.toml").write_text(text)
+    hashes = {}
+    for layout, (ranks, lr) in runs.items():
+        words = ["train.clip_norm=0", f"optimizer.lr={lr}", "optimizer.weight_decay=0"]
+        sets = [word for each in words for word in ("--set", each)]
+        out = str(tmp_path / layout)
+        train = ["train", "recipe.toml", "--nproc", str(ranks), "--out", out]
+        run_on(tmp_path, "-m", "paceline", *train, *sets, "--set", f"layout.{layout}")
+        hashes[layout] = run_on(tmp_path, "-m", "paceline", "checkpoint", "hash", out).split()[0]
+    assert hashes["louder=2"] == hashes["dp_replicate=1"] != hashes["dp_replicate=2"]
 
 
 def test_the_table() -> None:
