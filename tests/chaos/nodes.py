@@ -217,6 +217,11 @@ def _suspend(job: Job, node: int) -> None:
     job.each_process(node, psutil.Process.suspend)
 
 
+def _reset_and_refuse(job: Job, node: int) -> None:
+    job.nodes.refuse(node)
+    job.nodes.reset(node)
+
+
 FAULTS = [
     Fault("number 1 of 2 killed", 2, False, Job.kill),
     Fault("number 1 of 2 killed, back after 8 s", 2, False, Job.kill, Job.start),
@@ -231,6 +236,11 @@ FAULTS = [
     Fault(
         "one of 3 cut off for 8 s",
         *(3, False, lambda job, node: job.nodes.cut(node), lambda job, node: job.nodes.heal(node)),
+    ),
+    Fault("connections of one of 3 reset", 3, False, lambda job, node: job.nodes.reset(node), is_whole=True),
+    Fault(
+        "one of 3 reset and refused for 8 s",
+        *(3, False, _reset_and_refuse, lambda job, node: job.nodes.admit(node)),
     ),
     Fault("one of 3 stopped (SIGSTOP)", 3, False, _suspend),
     Fault("number 0 of 3 killed", 3, True, Job.kill),

@@ -140,6 +140,24 @@ class Nodes:
                 words = ["del", self.address(other), "dev", "eth0"]
                 _do("ip", "-n", self.namespace(node), "neigh", *words)
 
+    def reset(self, node: int) -> None:
+        """Reset all of a node's TCP connections to the others, as a router that forgets them does."""
+        for other in self._others(node):
+            _do("ip", "netns", "exec", self.namespace(node), "ss", "-K", "-t", "dst", other)
+
+    def refuse(self, node: int) -> None:
+        """Refuse what a node sends to the others, with an error; its answers to them are lost."""
+        for other in self._others(node):
+            _do("ip", "-n", self.namespace(node), "route", "add", "prohibit", other)
+
+    def admit(self, node: int) -> None:
+        """Undo `refuse`."""
+        for other in self._others(node):
+            _do("ip", "-n", self.namespace(node), "route", "del", "prohibit", other)
+
+    def _others(self, node: int) -> list[str]:
+        return [self.address(other) for other in range(self._count) if other != node]
+
     def limit(self, node: int, rate_mbit: float) -> None:
         """Limits what a node sends and what it receives."""
         for namespace, device in ((self.namespace(node), "eth0"), (self.switch, f"p{node}")):
