@@ -25,7 +25,7 @@ def test_objects_of_a_loop_print_a_line(tmp_path: Path) -> None:
         for share in loader:
             held += [share, trainer.step(share), trainer.save(wait=True) and trainer.save()]
         held.append(trainer.evaluate(trainer.loader(torch.randn(8, 64), global_batch_size=8)))
-    printed = [f"{each}" for each in held]
+    printed = [repr(each) for each in held]
     assert all("\n" not in text and len(text) < 400 for text in printed), printed
     assert printed[1].startswith("Loader(rows: 64 samples in batches of 32, microbatches of 4; epoch")
     assert printed[2] == "Share(8 of 8 microbatches of batch 0 in epoch 0, 32 samples)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.train.update import Updated
@@ -40,7 +40,7 @@ class Step:
     epoch: int
     num_samples: int
     lr: float
-    updates: dict[str, Updated] = field(repr=False)
+    updates: dict[str, Updated]
     step_s: float
     data_s: float
     comm_s: float
@@ -50,6 +50,8 @@ class Step:
             f"step {self.number}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}, lr {self.lr:.3g}"
         )
         return f"{text}, skipped: {self.skipped}" if self.skipped else text
+
+    __repr__ = __str__
 
     @property
     def loss(self) -> float:
