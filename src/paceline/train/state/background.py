@@ -51,9 +51,11 @@ class Background:
         memory, num_bytes = self._memory, measure(plans) + _SPARE_BYTES
 
         def reserve() -> None:
-            with contextlib.suppress(RuntimeError):  # a save tries again, and says it
-                memory.reserve(num_bytes, self._device)
-            self._is_reserved.set()
+            try:
+                with contextlib.suppress(RuntimeError):  # a save tries again, and says it
+                    memory.reserve(num_bytes, self._device)
+            finally:
+                self._is_reserved.set()  # a save waits for it, whatever happened here
 
         self._is_reserved.clear()
         self._find_thread().begin(reserve)
