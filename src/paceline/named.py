@@ -17,8 +17,8 @@ def find_named(source: str) -> Callable[..., Any]:
     """Import a module, or run a file, and return its function.
 
     Args:
-        source: `MODULE:FUNCTION`, a module that is installed or lies in the working folder, or
-            `FILE.py:FUNCTION`; a file may import its neighbours, as a script does.
+        source: `MODULE:FUNCTION`, installed or in the working folder, or `FILE.py:FUNCTION`, which may
+            import its neighbours, as a script does.
 
     Raises:
         LookupError: with a sentence that says what is missing, or what the import raised.

@@ -13,10 +13,7 @@ from paceline.data.prepare import PreparedText, check_batch, prepare_data
 from paceline.data.text import MaskedTokens, NextTokens, Sample
 from paceline.data.tokenizer import Tokenizer
 from paceline.data.tokens import TokenFile
-from paceline.errors import PacelineError
-from paceline.named import find_named
-from paceline.phrases import first_line
-from paceline.recipe.own import OwnData
+from paceline.recipe.own import OwnData, call_named, named_error
 from paceline.recipe.schema import MaskedTextData, Recipe, TextData
 
 
@@ -121,34 +118,3 @@ def _build_own(section: OwnData, global_batch_size: int) -> TaskData:
         raise named_error("data", f"{section.build} returned {unknown[0]!r}, which is no part of it.")
     check_batch(global_batch_size, len(given["train"]))
     return TaskData(given["train"], given.get("valid"), functions=functions)
-
-
-def call_named(table: str, build: str, args: dict[str, Any], *more: Any) -> Any:
-    """Return the result of the function that a recipe's table names.
-
-    Raises:
-        PacelineError: PL837 if there is none, or it raises.
-    """
-    try:
-        function = find_named(build)
-    except LookupError as error:
-        raise named_error(table, str(error)) from error
-    try:
-        return function(*more, **args)
-    except PacelineError:
-        raise
-    except Exception as error:  # a user's function may raise anything
-        raise named_error(table, f"{build} raised {type(error).__name__}: {first_line(error)}.") from error
-
-
-def named_error(table: str, saw: str) -> PacelineError:
-    """Return PL837 for a function that a recipe's table names."""
-    return PacelineError(
-        "PL837",
-        saw=f"{table}.kind names a function: {saw}",
-        rule="The function of [model] is called with the data and args and returns an nn.Module. That of "
-        "[data] is called with args and returns a dict with train, loss and, if wanted, valid, forward and "
-        "metrics.",
-        fix="Correct the function or its name: MODULE:FUNCTION, found from the working folder, or "
-        "FILE.py:FUNCTION.",
-    )

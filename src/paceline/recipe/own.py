@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from paceline.errors import PacelineError
+from paceline.named import find_named
+from paceline.phrases import first_line
 from paceline.recipe.section import Section
 
 
@@ -48,3 +51,34 @@ def spell_out(table: dict[str, Any]) -> None:
         kind = section.get("kind") if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(kind, str) and ":" in kind and "build" not in section:
             section.update(kind="own", build=kind)
+
+
+def call_named(table: str, build: str, args: dict[str, Any], *more: Any) -> Any:
+    """Return the result of the function that a recipe's table names.
+
+    Raises:
+        PacelineError: PL837 if there is none, or it raises.
+    """
+    try:
+        function = find_named(build)
+    except LookupError as error:
+        raise named_error(table, str(error)) from error
+    try:
+        return function(*more, **args)
+    except PacelineError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise named_error(table, f"{build} raised {type(error).__name__}: {first_line(error)}.") from error
+
+
+def named_error(table: str, saw: str) -> PacelineError:
+    """Return PL837 for a function that a recipe's table names."""
+    return PacelineError(
+        "PL837",
+        saw=f"{table}.kind names a function: {saw}",
+        rule="The function of [model] is called with the data and args and returns an nn.Module. That of "
+        "[data] is called with args and returns a dict with train, loss and, if wanted, valid, forward and "
+        "metrics.",
+        fix="Correct the function or its name: MODULE:FUNCTION, found from the working folder, or "
+        "FILE.py:FUNCTION.",
+    )

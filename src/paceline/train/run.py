@@ -14,14 +14,13 @@ from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
-from paceline.data.task import call_named, named_error
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.huggingface.factory import Pretrained, from_recipe
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.own import OwnModel
+from paceline.recipe.own import OwnModel, call_named, named_error
 from paceline.seeds import derive_seed
 from paceline.train.asynchronous import UpdateRow, read_updates
 from paceline.train.belongings import EVALUATIONS, METRICS
