@@ -8,7 +8,7 @@ import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import PacelineError
@@ -58,17 +58,6 @@ class RankPlace:
     master_port: int | None = None
     agent_store: bool = False
     cores_per_rank: int | None = None
-
-    def narrow(self, num_ranks: int) -> RankPlace:
-        """Return the place of one of the first `num_ranks` ranks in a world of these alone."""
-        assert self.rank < num_ranks <= self.world_size
-        first_here = self.rank - self.local_rank
-        return replace(
-            self,
-            world_size=num_ranks,
-            local_world_size=min(self.local_world_size, num_ranks - first_here),
-            num_nodes=min(self.num_nodes, -(-num_ranks // self.local_world_size)),
-        )
 
 
 def read_environment(environ: Mapping[str, str]) -> RankPlace:

@@ -225,7 +225,6 @@ def start(
     seed: int = 0,
     threads_per_rank: int | Literal["auto"] = "auto",
     deterministic: bool = False,
-    num_ranks: int | None = None,
 ) -> World:
     """Join the ranks that torchrun, srun or mpirun started, or start a world of one.
 
@@ -242,7 +241,6 @@ def start(
         threads_per_rank: threads of one operator on CPU. `"auto"` divides the cores that this process may
             use by the ranks of this node. Restored at close.
         deterministic: use only deterministic algorithms; an operator without one raises. Restored at close.
-        num_ranks: make a world of the first ranks, this one among them; the others do not call `start`.
 
     Raises:
         PacelineError: PL300 to PL304, PL361 and PL362 for a contradictory environment, PL305 to PL308 and
@@ -252,7 +250,6 @@ def start(
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()
     place = _place_of_group() if joined else read_environment(os.environ)
-    place = place if num_ranks is None else place.narrow(num_ranks)
     undo = contextlib.ExitStack()
     where, store = torch.device("cpu"), None
     try:

@@ -177,7 +177,6 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
             "PL113",
             "--nodes 2:3 allows 3 ranks, which the layout does not fit",
         ),
-        (["--nodes", "1:3", RECIPE, "--set", 'elastic.layouts=["tp=2"]'], "PL129", "needs 2"),
     ],
 )
 def test_mistakes(

@@ -69,19 +69,8 @@ def hash_of(folder: Path) -> str:
             ],
         ),
         pytest.param({}, [f"dp_replicate={ranks}" for ranks, _ in STARTS], marks=pytest.mark.slow),
-        pytest.param(
-            {"elastic": {"layouts": ["dp_shard=2 dp_replicate=2", "dp_shard=3", "pp=2", "dp_shard=1"]}},
-            [
-                "dp_replicate=1",
-                "pp=2 dp_replicate=1",
-                "dp_replicate=2 dp_shard=2",
-                "dp_replicate=1 dp_shard=3",
-                "dp_replicate=1",
-            ],
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["shards", "replicas", "list"],
+    ids=["shards", "replicas"],
 )
 def test_bits_of_one_process(
     ranks: Pool, tmp_path: Path, changes: dict[str, Any], layouts: list[str]

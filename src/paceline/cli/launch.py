@@ -146,7 +146,7 @@ def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
             if nodes.is_range:
                 print_remark(
                     f"--nodes {nodes} allows {ranks} rank{'s' * (ranks > 1)}, which the layout does not fit: "
-                    'use "auto" for dp_replicate or dp_shard, list [elastic] layouts, or use another range.'
+                    'use "auto" for dp_replicate or dp_shard, or use another range.'
                 )
             raise
 

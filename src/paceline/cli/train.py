@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
             nproc,
             args=(
                 *(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
-                *(None, args.dry_run, args.replay_updates),
+                *(args.dry_run, args.replay_updates),
             ),
             device=recipe.train.device,
             log_dir=None if args.dry_run else folder / "logs",
@@ -152,14 +152,12 @@ def train_on_rank(
     shows_progress: bool,
     launcher_pid: int | None = None,
     accept: Sequence[str] = (),
-    num_ranks: int | None = None,
     is_dry: bool = False,
     updates: str | None = None,
 ) -> dict[str, Any] | None:
     """Train on this rank, and return the summary on rank 0, else `None`.
 
-    With `num_ranks`, the ranks beyond these are spares. If `is_dry`, nothing of `folder` stays. `updates` is
-    a record to replay.
+    If `is_dry`, nothing of `folder` stays. `updates` is a record to replay.
     """
     import tomllib
     from dataclasses import asdict
@@ -180,7 +178,6 @@ def train_on_rank(
             seed=section.seed,
             threads_per_rank=section.threads_per_rank,
             deterministic=section.deterministic,
-            num_ranks=num_ranks,
         ) as world,
     ):
         log_to_stderr(world)
@@ -208,27 +205,20 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
     from paceline.errors import PacelineError
     from paceline.place import read_environment
     from paceline.recipe import dump_recipe
-    from paceline.train.spares import announcing_end, wait_as_spare
 
     place = read_environment(os.environ)
     try:
         settled = _settle(recipe, place.world_size)
-        num_ranks = settled.layout.num_ranks
-        if place.rank >= num_ranks:
-            return wait_as_spare(place)
-        has_spares = settled.num_spares > 0
-        for remark in _list_remarks(settled, remarks) if place.rank == 0 else ():
-            print_remark(remark)
-        with announcing_end(place) if has_spares and place.rank == 0 else nullcontext():
-            summary = train_on_rank(
-                dump_recipe(recipe),
-                str(folder),
-                not args.json,
-                accept=tuple(args.accept),
-                num_ranks=num_ranks if has_spares else None,
-                is_dry=args.dry_run,
-                updates=args.replay_updates,
-            )
+        for remark in [*remarks, *settled.remarks] if place.rank == 0 else ():
+            print_remark(str(remark))
+        summary = train_on_rank(
+            dump_recipe(recipe),
+            str(folder),
+            not args.json,
+            accept=tuple(args.accept),
+            is_dry=args.dry_run,
+            updates=args.replay_updates,
+        )
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # Rank 0 reports it.
@@ -246,17 +236,6 @@ def _settle(recipe: Recipe, world_size: int) -> Settled:
     except PacelineError as error:
         error.on_every_rank = True
         raise
-
-
-def _list_remarks(settled: Settled, remarks: list[str], fate: str = "wait as spares") -> list[str]:
-    """Return what a user should know before the run starts."""
-    found = [*remarks, *map(str, settled.remarks)]
-    if settled.num_spares:
-        used = settled.layout.num_ranks
-        found.append(
-            f"layout {settled.layout} has {used} of the {used + settled.num_spares} ranks; the others {fate}."
-        )
-    return found
 
 
 def _report(summary: dict[str, Any], args: argparse.Namespace) -> int:
@@ -279,11 +258,12 @@ def _choose_ranks(asked: int | None, recipe: Recipe) -> tuple[int, Layout, list[
     """Return the number of ranks to start, their legal layout, and remarks."""
     from paceline.recipe import settle_recipe
 
-    first = recipe.list_layouts()[0]
+    layout = recipe.layout.to_layout()
     if asked is not None and asked < 1:  # The code that starts ranks reports it.
-        return asked, first.close(), []
-    settled = settle_recipe(recipe, first.fewest_ranks if asked is None else asked)
-    return settled.layout.num_ranks, settled.layout, _list_remarks(settled, [], "are not started")
+        return asked, layout.close(), []
+    nproc = layout.fewest_ranks if asked is None else asked
+    settled = settle_recipe(recipe, nproc)
+    return nproc, settled.layout, [str(remark) for remark in settled.remarks]
 
 
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:

@@ -183,7 +183,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
 
     if not args.layouts and args.nproc is not None:
         return Asked([settle_recipe(recipe, args.nproc).layout])
-    given = [Layout.parse(text) for text in args.layouts] or recipe.list_layouts()
+    given = [Layout.parse(text) for text in args.layouts] or [recipe.layout.to_layout()]
     layouts = []
     for layout in given:
         ranks = layout.fewest_ranks if args.nproc is None else args.nproc

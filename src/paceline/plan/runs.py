@@ -97,7 +97,7 @@ def calibrate(run: Path, costs: ModelCosts, cluster: Cluster, fit: Constants) ->
         raise _refuse(
             run, f"it computes in numbers of {own.dtype_bytes} bytes, the plan of {costs.dtype_bytes}"
         )
-    layout = recipe.list_layouts()[0]
+    layout = recipe.layout.to_layout()
     layout = layout.close() if layout.open_axis is not None else layout
     ranks = layout.num_ranks
     if ranks > cluster.num_ranks:

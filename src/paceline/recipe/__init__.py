@@ -1,9 +1,8 @@
 """Defines what a run is: typed, validated, from TOML."""
 
-from paceline.recipe.elastic import Settled, settle_recipe
 from paceline.recipe.keys import RESUMABLE, SETTINGS, read_arguments
 from paceline.recipe.layout import Layout
-from paceline.recipe.legal import LayoutErrors, Rules
+from paceline.recipe.legal import LayoutErrors, Rules, Settled, settle_recipe
 from paceline.recipe.load import dump_recipe, load_recipe, parse_recipe
 from paceline.recipe.resume import (
     advise_accept,

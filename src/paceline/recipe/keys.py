@@ -66,7 +66,6 @@ SETTINGS = (
     RecipeKey("train.timeout_s", may_change=_LIMIT),
     RecipeKey("optimizer", names=("optimizer", "schedule")),
     RecipeKey("layout", may_change=_LAYOUT),
-    RecipeKey("elastic", may_change=_LAYOUT),
     RecipeKey("ddp", may_change="speed only"),
     RecipeKey("compress.kind", names=("compress.kind",)),
     RecipeKey("compress.after_steps", names=("compress.after_steps",)),

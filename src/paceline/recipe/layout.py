@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from math import gcd, prod
 from typing import Any, Literal, get_args
@@ -324,21 +324,6 @@ def check_open(axes: Collection[str]) -> None:
             rule="The number of ranks determines one degree; it can be divided between two in many ways.",
             fix=f'Give {first} a number, for example 1, or leave it out: with {second}="auto" it is 1.',
         )
-
-
-def check_order(layouts: Sequence[Layout]) -> None:
-    """Raise PL128 for a layout that is never used, because an earlier one fits wherever it does."""
-    for number, layout in enumerate(layouts):
-        for earlier in layouts[:number]:
-            if layout.fewest_ranks >= earlier.fewest_ranks:
-                raise PacelineError(
-                    "PL128",
-                    saw=f'elastic.layouts has "{layout}" ({layout.fewest_ranks} ranks) after "{earlier}" '
-                    f"({earlier.fewest_ranks}).",
-                    rule="The first layout for which there are enough ranks is used, so a later one must "
-                    "need fewer.",
-                    fix="List layouts from the most ranks to the fewest; [layout] comes first.",
-                )
 
 
 def check_ranks(world_size: int) -> None:

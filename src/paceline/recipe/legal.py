@@ -19,9 +19,8 @@ from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
 from paceline.recipe.layout import CHOICES, Layout, check_ranks
 from paceline.recipe.rules import REMARKS, RULES
 from paceline.recipe.rules.remarks import settings_wait_for_layouts
-from paceline.recipe.rules.replicas import uses_ddp
 from paceline.recipe.rules.words import divisors
-from paceline.recipe.schema import DdpSection, Recipe, ShardSection
+from paceline.recipe.schema import Recipe, ShardSection
 
 # The cost of changing a word other than a degree; see `AxisKind.change_cost`.
 WORD_DISTANCE = 0.5
@@ -58,19 +57,15 @@ class Rules:
     Attributes:
         model: the sizes that layouts have to fit.
         run: what else they are combined with.
-        layouts: those that the run may use. A setting that applies under one of them is not refused under
-            the others, where it waits.
     """
 
     model: ModelFacts
     run: RunFacts
-    layouts: tuple[Layout, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> Rules:
         """Return the rules for a recipe."""
-        layouts = recipe.list_layouts()
-        return cls(*read_facts(recipe), tuple(layouts) if len(layouts) > 1 else ())
+        return cls(*read_facts(recipe))
 
     def check(self, layout: Layout, world_size: int) -> list[Finding]:
         """Return everything that keeps a layout from working on this number of ranks; empty if it works."""
@@ -90,8 +85,7 @@ class Rules:
         return found + list(settings_wait_for_layouts(layout, self.run, resolved, run))
 
     def settle(self, layout: Layout, world_size: int) -> tuple[Layout, RunFacts]:
-        """Return the layout with all degrees known, and the run without the settings that wait for another
-        layout.
+        """Return the layout with all degrees known, and the run without settings that wait for more ranks.
 
         Raises:
             PacelineError: PL113 where the degrees do not multiply to `world_size`.
@@ -100,12 +94,7 @@ class Rules:
         return resolved, self._drop_waiting(layout, resolved)
 
     def _drop_waiting(self, layout: Layout, resolved: Layout) -> RunFacts:
-        run = self.run
-        if layout.awaits_shards(resolved) or (resolved.dp_shard == 1 and any(map(_shards, self.layouts))):
-            run = replace(run, shard=ShardSection())
-        if not uses_ddp(resolved) and any(uses_ddp(_widen(other)) for other in self.layouts):
-            run = replace(run, ddp=DdpSection())
-        return run
+        return replace(self.run, shard=ShardSection()) if layout.awaits_shards(resolved) else self.run
 
     def refuse(self, layout: Layout, world_size: int) -> None:
         """Raise for a layout that does not work.
@@ -164,13 +153,33 @@ class Rules:
         return (finding for rule in RULES for finding in rule(self.model, self.run, layout))
 
 
-def _shards(layout: Layout) -> bool:
-    return _widen(layout).dp_shard > 1
+@dataclass(frozen=True)
+class Settled:
+    """A recipe on a number of ranks.
+
+    Attributes:
+        recipe: with all degrees of the layout, and without settings that wait for more ranks.
+        layout: with all degrees known.
+        remarks: what works and may surprise.
+    """
+
+    recipe: Recipe
+    layout: Layout
+    remarks: tuple[Finding, ...]
 
 
-def _widen(layout: Layout) -> Layout:
-    """Return a layout with its open degree on twice as many ranks as it needs at least."""
-    return layout if layout.open_axis is None else layout.resolve(2 * layout.fewest_ranks)
+def settle_recipe(recipe: Recipe, world_size: int) -> Settled:
+    """Fill in the layout of a recipe on a number of ranks; the same on every rank.
+
+    Raises:
+        PacelineError: PL126 for too many ranks.
+        LayoutErrors: if the layout is not legal on them, with all reasons.
+    """
+    asked, rules = recipe.layout.to_layout(), Rules.of(recipe)
+    rules.refuse(asked, world_size)
+    layout, run = rules.settle(asked, world_size)
+    settled = recipe.with_layout(layout, shard=run.shard)
+    return Settled(settled, layout, tuple(rules.remark(asked, world_size)))
 
 
 def list_candidates(

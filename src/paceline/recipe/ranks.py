@@ -114,24 +114,6 @@ class LayoutSection(_DegreesSection):
         return cls(**values)
 
 
-class ElasticSection(Section):
-    """The settings of a run whose number of ranks may change from one start to the next."""
-
-    layouts: list[str] = Field(default=[])
-    """Layouts to use if the ranks cannot hold `[layout]`, from the most ranks to the fewest, for example
-    `["dp_shard=2 tp=2", "tp=2"]`. The first that they can hold is used, and ranks beyond it wait as spares.
-    If `[layout]` is left at its defaults, only these layouts count."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ElasticSection:
-        try:
-            for text in self.layouts:
-                Layout.parse(text)
-        except PacelineError as error:
-            raise broken_rule(error.code, f"elastic.layouts: {error.saw}", error.rule, error.fix) from None
-        return self
-
-
 class ShardSection(Section):
     """The settings of `dp_shard` (torch's `fully_shard`); refused if `layout.dp_shard` is 1.
 

@@ -10,14 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from paceline.errors import PacelineError
 from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.hf_model import HfModel
 from paceline.recipe.islands import AsynchronousSection, IslandsSection
-from paceline.recipe.layout import Layout, check_order
+from paceline.recipe.layout import Layout
 from paceline.recipe.own import OwnData, OwnModel
 from paceline.recipe.ranks import DdpSection as DdpSection
-from paceline.recipe.ranks import ElasticSection as ElasticSection
 from paceline.recipe.ranks import LayoutSection as LayoutSection
 from paceline.recipe.ranks import ShardSection as ShardSection
 from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, broken_rule
@@ -499,7 +497,6 @@ class Recipe(Section):
     train: TrainSection
     optimizer: OptimizerSection = AdamW(kind="adamw")
     layout: LayoutSection = LayoutSection()
-    elastic: ElasticSection = ElasticSection()
     shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
     compress: CompressSection = CompressSection()
@@ -554,19 +551,8 @@ class Recipe(Section):
                 "Compression would begin after the end of the run.",
                 f"Set after_steps to {self.train.steps - 1} or less, or leave [compress] out.",
             )
-        try:
-            check_order(self.list_layouts())
-        except PacelineError as error:
-            raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
         return self
 
     def with_layout(self, layout: Layout, **changed: Section) -> Recipe:
-        """Return the recipe with this layout and no other, and with other changed sections by name."""
-        fixed = {"layout": LayoutSection.of(layout), "elastic": ElasticSection()}
-        return self.model_copy(update={**fixed, **changed})
-
-    def list_layouts(self) -> list[Layout]:
-        """Return the layouts that the run may use, the first choice first; each may have an open degree."""
-        first = self.layout.to_layout()
-        others = [Layout.parse(text) for text in self.elastic.layouts]
-        return others if others and first == Layout() else [first, *others]
+        """Return the recipe with this layout, and with other changed sections by name."""
+        return self.model_copy(update={"layout": LayoutSection.of(layout), **changed})

@@ -98,7 +98,6 @@ def settings_wait_for_layouts(
         if getattr(asked, word) != getattr(layout, word)
     ]
     if layout.num_ranks > 1:  # on one rank, `settings_wait_for_ranks` yields these
-        waiting += [list_changed(run.ddp)] * (run.ddp != kept.ddp)
         waiting += [list_changed(run.shard)] * (run.shard != kept.shard)
     if waiting:
         yield Finding(
