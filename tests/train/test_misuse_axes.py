@@ -21,9 +21,7 @@ from paceline.recipe.legal import Rules
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.parallel.context.test_context_refusals import LENGTH, REFUSED, Attend, Model, _plain
-from tests.train.test_expert_lists import LOOPS, NUM_EXPERTS, Everything, Expert
-from tests.train.test_expert_lists import Model as Mixtures
-from tests.train.test_expert_lists import build_trainer as train_mixtures
+from tests.train.test_expert_lists import Everything
 
 
 @dataclass(frozen=True)
@@ -100,18 +98,6 @@ def train(
         )
 
     return lambda: message_of(start)
-
-
-def step(kind: type[nn.Module]) -> Callable[[], str]:
-    """Take a first step with mixtures of a class."""
-
-    def run() -> None:
-        LOOPS[kind.__name__] = kind
-        train_mixtures(Mixtures(kind.__name__), "dp_replicate=2 ep=2").step(
-            {"ids": torch.zeros(4, 8, dtype=torch.int64)}
-        )
-
-    return lambda: message_of(run)
 
 
 # ---- models
@@ -192,38 +178,6 @@ def tied() -> nn.Module:
     model.first, model.second = Experts(4, 16, 16), Experts(4, 16, 16)
     model.second.down_proj = model.first.down_proj
     return model
-
-
-class Copies(Everything):
-    """One expert, four times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([Expert()] * NUM_EXPERTS)
-
-
-class HalfTied(Everything):
-    """Two experts share a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts[1].up.weight = self.experts[0].up.weight
-
-
-class InARow(Everything):
-    """A list of equal modules that are called one after the other: layers, not experts."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, _ = self.route(x)
-        for expert in self.experts:
-            x = expert(x)
-        return x, weights
-
-
-class Unequal(Everything):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts[2] = nn.Linear(16, 16)
 
 
 def of(kind: type[nn.Module]) -> Callable[[], nn.Module]:
@@ -339,60 +293,8 @@ CASES: dict[str, Case] = {
     "mixtures that share weights": Case(
         train(tied), "PL659", "first.down_proj, second.down_proj", "its own experts", num_ranks=2
     ),
-    "one expert several times": Case(
-        train(of(Copies)), "PL659", "0.experts.0.up.weight", "its own", num_ranks=2
-    ),
-    "experts that share a matrix": Case(
-        train(of(HalfTied)), "PL659", "0.experts.0.up.weight, 0.experts.1.up.weight", "its own", num_ranks=2
-    ),
-    "a list of unequal modules": Case(
-        train(of(Unequal)),
-        "PL658",
-        "ModuleList of 4 Expert, Linear, of several classes",
-        "rename",
-        num_ranks=2,
-    ),
-    "a list of layers": Case(
-        step(InARow),
-        "PL662",
-        "expert 1 is called with another expert's output",
-        "leave ep out",
-        num_ranks=2,
-    ),
-    "experts by a pattern of no module": Case(
-        train(of(Everything), experts={"*.branches": True}),
-        "PL667",
-        "experts has '*.branches': True, which matches no module",
-        "Name one of 0.experts",
-        num_ranks=2,
-    ),
-    "experts by a pattern of a matrix": Case(
-        train(of(Everything), experts={"*.gate": True}),
-        "PL667",
-        "which matches no list of modules, only 0.gate (Linear)",
-        "Name one of 0.experts",
-        num_ranks=2,
-    ),
-    "experts that are excluded and are none": Case(
-        train(of(Everything), experts={"*.gate": False}),
-        "PL667",
-        "which matches no experts, only 0.gate (Linear)",
-        "Name one of 0.experts",
-        num_ranks=2,
-    ),
-    "experts by two opposite patterns": Case(
-        train(of(Everything), experts={"*.experts": True, "0.*": False}),
-        "PL667",
-        "experts has '0.*': False, and another pattern the opposite for 0.experts",
-        "Leave one of them out",
-        num_ranks=2,
-    ),
-    "experts of a layout without ep": Case(
-        train(of(Everything), "dp_replicate=2", experts={"*.branches": True}),
-        "PL667",
-        "which matches no module",
-        "Name one of 0.experts",
-        num_ranks=2,
+    "experts in a list": Case(
+        train(of(Everything)), "PL658", "0.experts (ModuleList of 4 Expert)", "leave ep out", num_ranks=2
     ),
     "a rate without a bias": Case(check("", bias_rate=0.01), "PL660", "bias_rate=0.01", 'balance = "bias"'),
     "balance by bias of a model without one": Case(

@@ -18,7 +18,6 @@ from paceline.recipe.schema import MoeModel
 from paceline.train.muon import StackedMuon
 from paceline.train.tasks import balanced_token_loss
 from tests.dist.pool import Pool
-from tests.train.test_expert_lists import Model as ListedExperts
 from tests.train.test_layouts import build_gpt, distance
 
 STEPS, GLOBAL_BATCH, SEQ, VOCAB = 3, 12, 8, 40
@@ -97,15 +96,10 @@ def build_moe() -> nn.Module:
     return MoeGpt(MoeModel.model_validate({**table, "expert_hidden": 12}), VOCAB, SEQ)
 
 
-def build_lists() -> nn.Module:
-    return ListedExperts("OnlyHit")
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": build_gpt,
     "odd": Odd,
     "moe": build_moe,
-    "lists": build_lists,
 }
 
 
@@ -195,13 +189,10 @@ def test_the_bits_of_one_process_on_any_dp_layout(
     assert dict(zip(cases, found, strict=True)) == dict(zip(cases, alone * len(layouts), strict=True))
 
 
-EXPERTS = [("moe", "keller"), ("lists", "keller")]
-
-
 @pytest.mark.parametrize(
     ("nproc", "cases"),
     [
-        (2, [("gpt", "keller", "tp=2"), *((*pair, "ep=2 dp_replicate=2") for pair in EXPERTS)]),
+        (2, [("gpt", "keller", "tp=2"), ("moe", "keller", "ep=2 dp_replicate=2")]),
         (
             2,
             [
@@ -218,7 +209,7 @@ EXPERTS = [("moe", "keller"), ("lists", "keller")]
                     for name in ("keller", "adafactor")
                     for axis in ("tp", "pp")
                 ),
-                *((*pair, "dp_shard=2 ep=2 tp=2") for pair in EXPERTS),
+                ("moe", "keller", "dp_shard=2 ep=2 tp=2"),
             ],
             marks=pytest.mark.slow,
         ),

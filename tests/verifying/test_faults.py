@@ -13,10 +13,10 @@ from tests.dist.pool import Pool
 from tests.train.cases import digits_recipe, text_recipe
 from tests.verifying.faults import FAULTS
 from tests.verifying.faults.expected import EXPECTED, table
-from tests.verifying.faults.models import listed_subject, routed_subject, tied_subject
+from tests.verifying.faults.models import routed_subject, tied_subject
 from tests.verifying.runs import PoolRunner
 
-SUBJECTS = {"tied": tied_subject, "routed": routed_subject, "listed": listed_subject}
+SUBJECTS = {"tied": tied_subject, "routed": routed_subject}
 
 
 def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = "fp64") -> dict[str, Any]:

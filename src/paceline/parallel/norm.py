@@ -22,7 +22,6 @@ from torch.nn.utils import get_total_norm
 from paceline.comm.collectives import gather_rows
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
-from paceline.parallel.split import Split
 from paceline.torch_seams.operators import measure_norms
 
 Named = Sequence[tuple[str, Tensor | None]]
@@ -109,7 +108,7 @@ def _add_rows(
         ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
         for place, whole in zip(shards, ordered, strict=True):
             rows[place] = whole
-    rows = _join_experts(gradients, parameters, rows, placement)
+    rows = _join_experts(gradients, rows, placement)
     if mesh is not None and placement.holders:
         rows = _fill_in_stages(rows, mesh)
     # By the axis whose ranks hold the parts of a split tensor; the empty name has those that no split cuts.
@@ -126,9 +125,7 @@ def _add_rows(
     return total
 
 
-def _join_experts(
-    gradients: Named, parameters: Sequence[Tensor], rows: list[Tensor], placement: Placement
-) -> list[Tensor]:
+def _join_experts(gradients: Named, rows: list[Tensor], placement: Placement) -> list[Tensor]:
     """Return the rows with those of all experts, from this rank's; one collective over ep."""
     divided = [
         place
@@ -137,24 +134,11 @@ def _join_experts(
     ]
     if not divided:
         return rows
-    own = torch.cat([rows[place] for place in divided])
-    pieces: dict[int, list[Tensor]] = {place: [] for place in divided}
-    # All ranks have as many rows, because experts are equal and divided equally. Of experts in a list, they
-    # are rows of different parameters.
-    for rank, part in enumerate(placement.gather(own, _EP)):
-        lengths = [_count_part(placement.splits[gradients[n][0]], parameters[n], rank) for n in divided]
-        for place, piece in zip(divided, torch.split(part, lengths), strict=True):
-            pieces[place].append(piece)
-    found = list(rows)
-    for place, each in pieces.items():
-        found[place] = torch.cat(each)
-    return found
-
-
-def _count_part(split: Split, parameter: Tensor, rank: int) -> int:
-    """Return the rows of a divided parameter that a rank has."""
-    num_rows = split.whole_shape(parameter.shape)[0]
-    return sum(stop - start for start, stop in split.runs(num_rows, rank))
+    own = [rows[place] for place in divided]
+    # All ranks have as many rows, because experts are equal and divided equally.
+    parts = [torch.split(part, list(map(len, own))) for part in placement.gather(torch.cat(own), _EP)]
+    joined = dict(zip(divided, map(torch.cat, zip(*parts, strict=True)), strict=True))
+    return [joined.get(place, row) for place, row in enumerate(rows)]
 
 
 def _count_rows(parameter: Tensor) -> int:

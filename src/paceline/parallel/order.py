@@ -26,9 +26,9 @@ from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
-from paceline.parallel.experts.choose import choose_experts, keep_listed
-from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
+from paceline.parallel.experts.find import list_mixtures, open_experts
 from paceline.parallel.experts.layout import ExpertLayout
+from paceline.parallel.experts.loop import open_loops
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -60,7 +60,6 @@ class Settings:
         compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
-        experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
         keeps_gradients: whether gradients are kept for longer than until the next sum, which overwrites
             buckets.
     """
@@ -74,7 +73,6 @@ class Settings:
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
     tp_plan: Mapping[str, str] | None = None
-    experts: Mapping[str, bool] | None = None
     keeps_gradients: bool = False
 
     @property
@@ -134,7 +132,7 @@ def parallelize(
         PacelineError: PL420 with nothing to train, PL422 for `nn.SyncBatchNorm`, PL425 for sparse
             gradients, PL440 to PL449 for models that cannot be sharded, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
-            divide, PL655 to PL667 for experts that ep cannot share out.
+            divide, PL655 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)
     check_dense(model)
@@ -148,22 +146,19 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
-    chosen = choose_experts(model, settings.experts)
-    _open_experts(model, settings, chosen)
+    _open_experts(model, settings)
     plan, context = None, None
     if layout.cp > 1:
         assert mesh is not None
         # Planned on the whole model, before tp splits it.
-        context = _plan_sequences(model, mesh, settings, masks, list_mixtures(model, keep_listed(chosen)))
+        context = _plan_sequences(model, mesh, settings, masks, list_mixtures(model))
     if layout.tp > 1:
         assert mesh is not None
         # On whole modules: stages and sharding cut the remaining parts, and blocks must be recomputed with
         # their collectives.
-        plan = _split(model, mesh, settings, masks, chosen)
+        plan = _split(model, mesh, settings, masks)
     # Before replication, which leaves out what is not on all of its ranks.
-    experts = (
-        None if mesh is None or layout.ep == 1 else _share_experts(model, mesh, settings, device, chosen)
-    )
+    experts = None if mesh is None or layout.ep == 1 else _share_experts(model, mesh, settings, device)
     if layout.recompute != "none":
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
@@ -294,26 +289,22 @@ def _plan_sequences(
     return plan
 
 
-def _open_experts(model: nn.Module, settings: Settings, chosen: Mapping[str, bool]) -> None:
-    layout, listed = settings.layout, keep_listed(chosen)
+def _open_experts(model: nn.Module, settings: Settings) -> None:
+    layout = settings.layout
     if settings.exact or layout.ep > 1:
         # In a world of one too: these are the products that ranks of ep compute for each other.
-        open_experts(model, listed)
+        open_experts(model)
     if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
-        open_loops(model, listed)
+        open_loops(model)
 
 
-def _split(
-    model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks, chosen: Mapping[str, bool]
-) -> SplitPlan:
+def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> SplitPlan:
     open_attention(model)
-    # A rank of ep has whole experts.
-    kept = dict.fromkeys(list_looped(model, chosen) if settings.layout.ep > 1 else (), "replicate")
     plan = find_plan(
         model,
         settings.example,
         mesh.tp.size,
-        {**(settings.tp_plan or {}), **kept},
+        settings.tp_plan,
         masks,
         sequence=settings.layout.sequence,
     )
@@ -322,19 +313,10 @@ def _split(
     return plan
 
 
-def _share_experts(
-    model: nn.Module, mesh: Mesh, settings: Settings, device: torch.device, chosen: Mapping[str, bool]
-) -> ExpertLayout:
+def _share_experts(model: nn.Module, mesh: Mesh, settings: Settings, device: torch.device) -> ExpertLayout:
     repeats = settings.layout.recompute != "none"
     blocks = [name for name, _ in find_blocks(model)] if repeats else []
-    experts = ExpertLayout(
-        model,
-        mesh,
-        is_exact=settings.exact,
-        device=device,
-        recomputed=blocks,
-        chosen=chosen,
-    )
+    experts = ExpertLayout(model, mesh, is_exact=settings.exact, device=device, recomputed=blocks)
     log.info("%s", experts.describe())
     return experts
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.construct.values import Construction
-from paceline.parallel.split import Split, WholeOn
+from paceline.parallel.split import Split
 from paceline.recipe.axes import list_axes
 from paceline.torch_seams.modules import own_buffers, own_parameters
 
@@ -162,8 +162,6 @@ class Placement:
             tensor = self._join_rows(tensor)
         elif tensor.dim() == 0:
             return tensor
-        if isinstance(split, WholeOn):
-            return self._send_from_owner(tensor, split)
         return tensor if split is None else split.join(self.gather(tensor, split.axis))
 
     def gather(self, tensor: Tensor, axis: str) -> list[Tensor]:
@@ -186,15 +184,6 @@ class Placement:
         found = torch.empty(shape, dtype=tensor.dtype, device=self._device)
         dist.broadcast(found.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
         return found
-
-    def _send_from_owner(self, tensor: Tensor, split: WholeOn) -> Tensor:
-        """Return the tensor of the rank that holds it; collective over the axis."""
-        axis = self._axis(split.axis)
-        shape = split.whole_shape(tensor.shape)
-        whole = tensor.detach().contiguous() if axis.rank == split.owner else tensor.new_empty(shape)
-        sent = whole.reshape(-1).view(torch.uint8)
-        dist.broadcast(sent, group=axis.group, group_src=split.owner)
-        return whole
 
     @property
     def _device(self) -> torch.device:

@@ -66,31 +66,6 @@ class Split:
         return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]
 
 
-@dataclass(frozen=True)
-class WholeOn(Split):
-    """A tensor that one rank of an axis holds whole, and the others as an empty one.
-
-    Attributes:
-        owner: the rank that holds it.
-        size: of the first dimension.
-    """
-
-    owner: int = 0
-    size: int = 0
-
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        return (whole if rank == self.owner else whole[:0]).clone(memory_format=torch.contiguous_format)
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[self.owner]
-
-    def runs(self, size: int, rank: int) -> list[tuple[int, int]]:
-        return [(0, size)] if rank == self.owner else []
-
-    def whole_shape(self, part: Sequence[int]) -> list[int]:
-        return [self.size, *part[1:]]
-
-
 def take_parts(model: nn.Module, splits: Mapping[str, Split], rank: int) -> None:
     """Replace the divided parameters and buffers of a model by a rank's parts, in place.
 

@@ -14,14 +14,12 @@ with checked("dispatch"):
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 without_functions = torch._C.DisableTorchFunction
-with_functions = torch._C._EnableTorchFunction
 
 __all__ = [
     "TorchDispatchMode",
     "has_modes",
     "is_innermost",
     "read_schema",
-    "with_functions",
     "without_functions",
     "without_modes",
 ]

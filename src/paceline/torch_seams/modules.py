@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from types import CodeType
 from typing import Any
@@ -26,7 +24,6 @@ CALL: CodeType = nn.Module._call_impl.__code__
 STORES = ("_parameters", "_buffers", "_modules")
 # The attribute of a module with the ids of the forward hooks that run first.
 _FIRST = "_paceline_first_hooks"
-_TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 
 __all__ = [
     "CALL",
@@ -36,7 +33,6 @@ __all__ = [
     "NormBase",
     "convert_tensors",
     "copy_frame",
-    "copy_tree",
     "find_call",
     "find_compiled",
     "hide_from_ddp",
@@ -46,7 +42,6 @@ __all__ = [
     "own_modules",
     "own_parameters",
     "register_before_users",
-    "replaced_truncated_normal",
     "set_compiled_call",
     "set_own_parameters",
 ]
@@ -91,26 +86,6 @@ def copy_frame(module: nn.Module) -> nn.Module:
     """Return a copy of a module with copies of its children, which share its parameters and buffers."""
     twin = copy(module)
     twin._modules = {name: copy(child) for name, child in module.named_children()}
-    return twin
-
-
-def copy_tree(module: nn.Module) -> nn.Module:
-    """Return a copy of a module and of all modules in it, which share parameters, buffers and inner hooks.
-
-    The copy itself has no hooks.
-    """
-    twin = _copy_tree(module)
-    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        set_existing(twin, hooks, OrderedDict())
-    return twin
-
-
-def _copy_tree(module: nn.Module) -> nn.Module:
-    twin = copy(module)
-    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
-    twin._modules = {
-        name: child if child is None else _copy_tree(child) for name, child in module._modules.items()
-    }
     return twin
 
 
@@ -161,16 +136,3 @@ def find_compiled(model: nn.Module) -> tuple[str, nn.Module] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make a module's calls run a function, as `Module.compile` does with the compiled one."""
     set_existing(module, "_compiled_call_impl", call)
-
-
-@contextmanager
-def replaced_truncated_normal(
-    make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-) -> Iterator[None]:
-    """Replace torch's function for truncated normals by the one that `make` builds from it."""
-    original = getattr(nn.init, _TRUNCATED_NORMAL)
-    set_existing(nn.init, _TRUNCATED_NORMAL, make(original))
-    try:
-        yield
-    finally:
-        setattr(nn.init, _TRUNCATED_NORMAL, original)

@@ -68,7 +68,6 @@ class Arguments:
     step: Callable[[UpdateModel], None] | None
     layout: str | Layout
     tp_plan: Mapping[str, str] | None
-    experts: Mapping[str, bool] | None
     shard: ShardSection | Mapping[str, Any] | None
     schedule: ScheduleFactory | None
     dtype: str
@@ -195,7 +194,6 @@ class Arguments:
             compile=self.compile,
             example=example,
             tp_plan=self.tp_plan,
-            experts=self.experts,
         )
 
     def build_records(
@@ -266,7 +264,6 @@ class Arguments:
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
             RunSetting("tp_plan", self.tp_plan),
-            RunSetting("experts", self.experts),
             RunSetting("forward", self.forward, is_code=True),
             RunSetting("loss", self.loss, is_code=True),
             RunSetting("loss_over", self.loss_over, is_kept=True),

@@ -19,7 +19,6 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import construct
 from paceline.parallel.construct.values import Construction, place_values
-from paceline.parallel.experts.choose import choose_experts
 from paceline.parallel.experts.find import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.recipe import Layout
@@ -209,7 +208,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     model = ModelFacts(
         max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
-        num_experts=count_experts(built.model, choose_experts(built.model, settings.experts)),
+        num_experts=count_experts(built.model),
     )
     run = RunFacts(
         dtype=precision.name,

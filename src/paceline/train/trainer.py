@@ -74,8 +74,6 @@ class Trainer(Training[Share]):
             forward to find how the model can be split.
         tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; other modules are
             planned automatically.
-        experts: by pattern of a module's name, `True` for a list of modules that are the experts of a
-            mixture, `False` for experts that each rank keeps whole. Others are found automatically.
         shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
@@ -127,7 +125,6 @@ class Trainer(Training[Share]):
         layout: str | Layout = "",
         example: Any = None,
         tp_plan: Mapping[str, str] | None = None,
-        experts: Mapping[str, bool] | None = None,
         shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
         dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32",

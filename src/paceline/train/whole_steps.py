@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.placement import Placement, lay_out_like, local
-from paceline.parallel.split import Split, WholeOn
+from paceline.parallel.split import Split
 from paceline.train.mixing import Parted, find_mixing
 from paceline.train.several import list_parts
 
@@ -72,9 +72,6 @@ class _Item:
         if axis.name == "dp_shard":
             most = -(-shape[0] // axis.size)
             return [(max(0, min(most, shape[0] - r * most)), *shape[1:]) for r in range(axis.size)]
-        if isinstance(self.split, WholeOn):
-            rows = [self.split.size if r == self.split.owner else 0 for r in range(axis.size)]
-            return [(each, *shape[1:]) for each in rows]
         return [shape] * axis.size
 
     def join(self, axis: Axis, parts: list[Tensor]) -> Tensor:
@@ -114,19 +111,12 @@ class WholeSteps:
             split = placement.splits.get(name)
             axes = placement.part_axes(name, parameter)
             item = _Item(name, parameter, axes, {}, split)
-            is_whole = (
-                must
-                or isinstance(split, WholeOn)
-                or any(0 in shape for axis in axes for shape in item.shapes(axis))
-            )
+            is_whole = must or any(0 in shape for axis in axes for shape in item.shapes(axis))
             item.axes = axes if is_whole else ()
             self._items[id(parameter)] = item
             shape = placement.whole_shape(name, parameter)
             cost = prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
-            if isinstance(split, WholeOn):
-                item.owner = {split.axis: split.owner}
-            else:
-                costs[tuple(axis.name for axis in item.axes)].append((cost, item))
+            costs[tuple(axis.name for axis in item.axes)].append((cost, item))
         for each in costs.values():
             _choose_owners(each)
 
@@ -140,7 +130,7 @@ class WholeSteps:
         groups = [g for g in optimizer.param_groups if any(id(p) in self._items for p in g["params"])]
         parameters = [group["params"] for group in groups]
         items = [self._items[id(p)] for ps in parameters for p in ps if id(p) in self._items]
-        items = [i for i in items if i.parameter.grad is not None or isinstance(i.split, WholeOn)]
+        items = [i for i in items if i.parameter.grad is not None]
         self._collect(optimizer, items)
         stepped = {id(item.parameter): item.stepped for item in items if item.stepped is not None}
         try:
@@ -257,7 +247,7 @@ def build_whole_steps(
 def _describe(name: str, parameter: nn.Parameter, placement: Placement) -> Parted:
     split = placement.splits.get(name)
     dims = {0} if isinstance(parameter, DTensor) else set()
-    if split is not None and not isinstance(split, WholeOn):
+    if split is not None:
         dims.add(split.dim)
     return Parted(name, parameter, tuple(placement.whole_shape(name, parameter)), frozenset(dims))
 

@@ -23,7 +23,6 @@ from paceline.data.share import Share
 from paceline.parallel.stages.stage import is_stub
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.modules import own_parameters
-from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
@@ -193,7 +192,7 @@ class Watch:
     def _show(self, name: str, side: str, nest: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
         for place, tensor in enumerate(tensors):
-            if is_stub(tensor) or is_fake(tensor):  # of a loop over experts, whose answers are not there yet
+            if is_stub(tensor):
                 continue
             event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
             self._sink.event(microbatch, event, take_local(tensor), gradient=False)

@@ -250,15 +250,6 @@ EXPECTED: dict[str, Expected] = {
     ),
     "router_by_rank": Expected("moe", "dp_replicate=2", "PL701", "layers.1.mlp.balance", ["on rank 1 only"]),
     "bias_by_rank": Expected("moe bias", "dp_replicate=2 ep=2", "PL710", "layers.1.mlp.balance.bias", []),
-    "answer_of_another_expert": Expected(
-        "listed", "dp_replicate=2 ep=2", "PL701", "blocks.0", ["in the output"]
-    ),
-    "list_scaled_by_ep": Expected(
-        "listed", "dp_replicate=2 ep=2", "PL707", "blocks.1.experts", ["2 times", "ranks of ep=2"]
-    ),
-    "list_not_summed_over_copies": Expected(
-        "listed", "dp_replicate=4 ep=2", "PL707", "blocks.0.experts", ["their 2 copies", "must be summed"]
-    ),
     "mixture_of_own_rows": Expected("moe", "cp=2", "PL701", "layers.1.mlp", ["before layers.1.mlp.gate"]),
     "mixture_cut_as_another_rank": Expected("moe", "cp=2", "PL701", "layers.1.mlp", ["in the output"]),
     "answers_of_runs_in_another_order": Expected(

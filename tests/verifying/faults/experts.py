@@ -136,33 +136,6 @@ def bias_by_rank() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answer_of_another_expert() -> Iterator[None]:
-    """In a loop, each expert's call gets the answer to another one of as many rows."""
-    right = layout.answer_calls
-
-    def answer(*args: Any) -> Any:
-        back, found = right(*args)
-        return back, dict(zip(found, [*list(found.values())[1:], *list(found.values())[:1]], strict=True))
-
-    with mock.patch.object(layout, "answer_calls", answer):
-        yield
-
-
-@contextlib.contextmanager
-def list_scaled_by_ep() -> Iterator[None]:
-    """The gradient of experts in a list counts once per rank of ep."""
-    with experts_gradient_scaled_by_ep():
-        yield
-
-
-@contextlib.contextmanager
-def list_not_summed_over_copies() -> Iterator[None]:
-    """Each copy of the experts in a list keeps the gradient of its own tokens."""
-    with experts_not_summed_over_copies():
-        yield
-
-
-@contextlib.contextmanager
 def mixture_of_own_rows() -> Iterator[None]:
     """Each rank of cp routes its own rows alone, and makes its auxiliary loss of them."""
     with (
@@ -225,9 +198,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         weights_of_another_token,
         router_by_rank,
         bias_by_rank,
-        answer_of_another_expert,
-        list_scaled_by_ep,
-        list_not_summed_over_copies,
         mixture_of_own_rows,
         mixture_cut_as_another_rank,
         answers_of_runs_in_another_order,

@@ -60,36 +60,6 @@ class RoutedBlock(nn.Module):
         return x + self.inner(x).tanh() * shares[..., :1], shares.square().mean()
 
 
-class Listed(nn.Module):
-    """Two blocks with experts in a list, to which a loop gives all tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(ListedBlock() for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-class ListedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.router(x).softmax(-1)
-        found = x
-        for number, expert in enumerate(self.experts):
-            found = found + expert(x) * shares[..., number, None]
-        return found
-
-
 def make_batch(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     targets = torch.randint(0, 32, (8, 6), generator=generator)
@@ -119,11 +89,6 @@ def tied_subject() -> UserSubject:
 def routed_subject() -> UserSubject:
     """Two steps of the model with a skip and an auxiliary loss."""
     return _subject(Routed, loss_with_auxiliary)
-
-
-def listed_subject() -> UserSubject:
-    """Two steps of the model with experts in a list."""
-    return _subject(Listed, loss)
 
 
 def _subject(model: Any, loss: Any) -> UserSubject:

@@ -11,27 +11,25 @@ import paceline
 import torch
 import torch.nn.functional as F
 from paceline.checkpoint import hash_tensors
+from paceline.models.moe import Experts, ask_experts, count_choices
 from torch import Tensor, nn
 
 
 class Mixture(nn.Module):
-    """A router, and a list of experts."""
+    """A router, and its experts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(16, 4, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16)) for _ in range(4)
-        )
+        self.gate, self.experts = nn.Linear(16, 4, bias=False), Experts(4, 16, 8)
+        for weight in self.experts.parameters():
+            nn.init.normal_(weight, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.gate(flat).softmax(-1).topk(2, dim=-1)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            rows, slot = torch.where(chosen == number)
-            out.index_add_(0, rows, expert(flat[rows]) * weights[rows, slot, None])
-        return out.view_as(x)
+        counts = count_choices(chosen, 4)
+        answers = ask_experts(flat, chosen, lambda rows: self.experts(rows, counts))
+        return (answers * weights[..., None]).sum(1).view_as(x)
 
 
 class Block(nn.Module):

@@ -1,17 +1,16 @@
-"""The forms of experts that ep can share out: Paceline's own, those of transformers, and lists of modules.
+"""The forms of experts that ep can share out: Paceline's own, and those of transformers.
 
-A list of modules is in `lists.py`. In the others, one module holds the weights of all experts of a mixture,
-as parameters whose first dimension counts experts. The experts of transformers choose at each call among
-several implementations, whose products have other bits and need other shapes. `open_forward` replaces these
-by one: each token's answers are computed by a product per expert, and weighted and added in the order of the
-token's choices, as transformers' `grouped_mm` adds them.
+One module holds the weights of all experts of a mixture, as parameters whose first dimension counts experts.
+The experts of transformers choose at each call among several implementations, whose products have other bits
+and need other shapes. `open_forward` replaces these by one: each token's answers are computed by a product
+per expert, and weighted and added in the order of the token's choices, as transformers' `grouped_mm` adds
+them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from paceline.models.grouped import add_to_groups, multiply_groups
 from paceline.models.moe import Experts, ask_experts, count_choices
-from paceline.parallel.split import Split
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.modules import copy_frame
 from paceline.torch_seams.tensors import is_fake
@@ -30,7 +28,7 @@ Answer = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExpertForm(ABC):
-    """The experts of one mixture.
+    """The experts of one mixture, whose weights are parameters with a first dimension that counts experts.
 
     Args:
         module: the experts, whole; its forward is replaced.
@@ -38,9 +36,11 @@ class ExpertForm(ABC):
     Attributes:
         module: as given.
         keys: the names of the module's parameters that ep divides.
+        width: of a row.
     """
 
     keys: tuple[str, ...]
+    width: int
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -48,37 +48,12 @@ class ExpertForm(ABC):
     def list_weights(self) -> list[nn.Parameter]:
         """Return the parameters of `keys`, as they are now: whole, or a rank's part."""
         # In a trial forward they are no `nn.Parameter`, which `get_parameter` requires.
-        return [attrgetter(key)(self.module) for key in self.keys]
-
-    def list_held(self) -> list[nn.Parameter]:
-        """Return the weights that are at least partly on this rank."""
-        return self.list_weights()
+        return [getattr(self.module, key) for key in self.keys]
 
     @property
-    @abstractmethod
     def num_experts(self) -> int:
         """The number of experts whose weights the module holds now."""
-
-    @abstractmethod
-    def divide(self, degree: int) -> dict[str, Split]:
-        """Return how the parameters of `keys` are divided among as many ranks of ep."""
-
-
-class GroupedForm(ExpertForm):
-    """The experts of one mixture, whose weights are parameters with a first dimension that counts experts.
-
-    Attributes:
-        width: of a row.
-    """
-
-    width: int
-
-    @property
-    def num_experts(self) -> int:
         return self.list_weights()[0].shape[0]
-
-    def divide(self, degree: int) -> dict[str, Split]:
-        return dict.fromkeys(self.keys, Split(0, 1, degree, "ep"))
 
     @abstractmethod
     def multiply(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -100,7 +75,7 @@ class GroupedForm(ExpertForm):
         """
 
 
-class OwnForm(GroupedForm):
+class OwnForm(ExpertForm):
     """Experts of `paceline.models.moe`."""
 
     keys = ("gate_up_proj", "down_proj")
@@ -116,7 +91,7 @@ class OwnForm(GroupedForm):
         return lambda module, rows, counts: answer(rows, counts)
 
 
-class TransformersForm(GroupedForm):
+class TransformersForm(ExpertForm):
     """Experts of transformers: a class with the decorator `use_experts_implementation`.
 
     The decorator's attributes describe the class: whether its experts have a gate and biases, and whether

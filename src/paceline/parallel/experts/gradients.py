@@ -33,9 +33,6 @@ class ExpertSum:
         copies: the ranks that hold the same experts.
         ranks: sums over the copies.
 
-    Attributes:
-        used: by id of a parameter, whether a microbatch of these ranks has used it in the last step.
-
     Usage per step: `begin`; per round, `use` in forwards and `end_round` after backward; `end`.
     """
 
@@ -49,7 +46,6 @@ class ExpertSum:
         # By round and place of the source, while the round is under way.
         self._kept: dict[tuple[int, int], Gradients] = {}
         self._num_leaves = 0
-        self.used: dict[int, bool] = {}
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         """Start a global batch.
@@ -103,7 +99,6 @@ class ExpertSum:
         """Put the sums into the parameters; collective over the copies."""
         if not self._is_exact:
             self._sum.add(-1, take_gradients(self._parameters))
-        self.used = {id(p): self._sum.has(place) for place, p in enumerate(self._parameters)}
         none: Gradients = [None] * len(self._parameters)
         if not self._num_leaves:
             return

@@ -26,21 +26,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.experts.calls import answer_calls
 from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.find import check_forms, find_experts
-from paceline.parallel.experts.forms import Answer, ExpertForm, GroupedForm, hide_functions
+from paceline.parallel.experts.forms import Answer, ExpertForm, hide_functions
 from paceline.parallel.experts.gradients import ExpertSum
-from paceline.parallel.experts.lists import AnswerCalls, ListForm, join_names
 from paceline.parallel.experts.spread import SameRows
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
@@ -75,7 +72,6 @@ class ExpertLayout:
         is_exact: whether to sum gradients in an order that does not depend on the ranks.
         device: of the laid-out model.
         recomputed: names of the blocks whose forward backward repeats.
-        chosen: by full name of a module, whether it holds experts that ep shares; others are found.
 
     Attributes:
         splits: of the experts' parameters, by full name.
@@ -96,21 +92,20 @@ class ExpertLayout:
         is_exact: bool,
         device: torch.device,
         recomputed: Sequence[str] = (),
-        chosen: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self._recomputed = tuple(recomputed)
         # Of the ranks of ep, those with tokens of other microbatches, and those of cp with the same tokens.
         self._axis, self._sources, self._mesh = mesh.ep, mesh.ep_data, mesh
-        check_forms(model, chosen)
-        self._forms = find_experts(model, chosen)
-        self.names = {name: join_names(name, form.keys[0]) for name, form in self._forms.items()}
+        check_forms(model)
+        self._forms = find_experts(model)
+        self.names = {name: f"{name}.{form.keys[0]}".removeprefix(".") for name, form in self._forms.items()}
         self._name_of = {id(form): name for name, form in self._forms.items()}
         self._num_experts = {id(form): form.num_experts for form in self._forms.values()}
         self._check(mesh.ep.size)
-        self.splits: dict[str, Split] = {
-            join_names(name, key): split
+        self.splits = {
+            f"{name}.{key}".removeprefix("."): Split(0, 1, mesh.ep.size, "ep")
             for name, form in self._forms.items()
-            for key, split in form.divide(mesh.ep.size).items()
+            for key in form.keys
         }
         named = dict(model.named_parameters())
         check_hooks((name, named[name]) for name in self.splits)
@@ -118,7 +113,8 @@ class ExpertLayout:
             _refuse_hooks(name, named[name])
         take_parts(model, self.splits, mesh.ep.rank)
         for form in self._forms.values():
-            form.module.forward = MethodType(self._make_forward(form), form.module)
+            forward = form.make_forward(self._num_experts[id(form)], self._make_answer(form))
+            form.module.forward = MethodType(hide_functions(forward), form.module)
         self._lent = [mesh.borrow_group(mesh.ep_data)]
         self._group = self._lent[0]
         self._spread = SameRows()
@@ -146,13 +142,6 @@ class ExpertLayout:
         """This rank's parts of the experts' parameters."""
         return [weight for form in self._forms.values() for weight in form.list_weights()]
 
-    def _make_forward(self, form: ExpertForm) -> Callable[..., Any]:
-        if isinstance(form, ListForm):
-            form.choose(self._axis.rank, self._axis.size)
-            return form.make_forward(self._make_answer_calls(form))
-        assert isinstance(form, GroupedForm)
-        return hide_functions(form.make_forward(self._num_experts[id(form)], self._make_answer(form)))
-
     def complete(self, stages: Mapping[str, int] | None = None) -> None:
         """Prepare the sums of the gradients, once the parameters have their values; collective.
 
@@ -166,7 +155,7 @@ class ExpertLayout:
         for name, stage in stages.items():
             self._stages.setdefault(stage, []).append(self._forms[name])
         for stage, forms in sorted(self._stages.items()):
-            trained = [p for form in forms for p in form.list_held() if p.requires_grad]
+            trained = [p for form in forms for p in form.list_weights() if p.requires_grad]
             self._sums[stage] = ExpertSum(trained, self._sources, copies, ranks)
             self._sum_of |= {id(form): self._sums[stage] for form in forms}
 
@@ -246,9 +235,6 @@ class ExpertLayout:
 
     def _answer_nothing(self, form: ExpertForm) -> Tensor:
         """Take part in an exchange without rows; return the answers to none."""
-        if isinstance(form, ListForm):
-            return self._answer_calls(form, {})[0]
-        assert isinstance(form, GroupedForm)
         rows = form.list_weights()[0].new_empty(0, form.width)
         counts = torch.zeros(self._num_experts[id(form)], dtype=torch.int64, device=rows.device)
         return self._answer(form, rows, counts)
@@ -268,29 +254,6 @@ class ExpertLayout:
         assert not self._idle
         for each in self._sums.values():
             each.end()
-        self._agree_on_used()
-
-    def _agree_on_used(self) -> None:
-        """Leave an expert of a list without a gradient if no token of the global batch reached it, as one
-        process does. Give empty gradients to the empty parameters of experts on other ranks.
-        """
-        listed = [form for form in self._forms.values() if isinstance(form, ListForm)]
-        weights = [p for form in listed for p in form.list_weights() if p.requires_grad]
-        if not weights:
-            return
-        own = {key: value for each in self._sums.values() for key, value in each.used.items()}
-        flags = [own.get(id(weight), False) for weight in weights]
-        used = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        groups = [self._group] if self._spread.group is None else [self._group, self._spread.group]
-        if self._mesh.expert_replicas.size > 1:
-            groups.append(self._mesh.expert_replicas.group)
-        for group in groups:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-        for weight, is_used in zip(weights, used.tolist(), strict=True):
-            if not is_used:
-                weight.grad = None
-            elif weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
 
     def close(self) -> None:
         """Return the groups to the mesh."""
@@ -309,20 +272,7 @@ class ExpertLayout:
                 what = f"the {form.num_experts} experts of {name}"
                 raise experts_not_divided_error(degree, what, form.num_experts)
 
-    def _make_answer_calls(self, form: ListForm) -> AnswerCalls:
-        def answer(calls: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-            self._turns.take(self._name_of[id(form)])
-            return self._answer_calls(form, calls)[1]
-
-        return answer
-
-    def _answer_calls(self, form: ListForm, calls: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
-        use = self._sum_of[id(form)].use
-        number = self.number
-        take = lambda weight, place: use(weight, place, number)  # noqa: E731
-        return answer_calls(form, calls, self._group, self._spread, self._device, take)
-
-    def _make_answer(self, form: GroupedForm) -> Answer:
+    def _make_answer(self, form: ExpertForm) -> Answer:
         def answer(rows: Tensor, counts: Tensor) -> Tensor:
             if not is_fake(rows):
                 self._turns.take(self._name_of[id(form)])
@@ -330,7 +280,7 @@ class ExpertLayout:
 
         return answer
 
-    def _answer(self, form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
+    def _answer(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' answers to this rank's rows; collective over ep, in backward too."""
         if is_fake(rows):
             return form.multiply(rows, counts, form.list_weights())  # a trial forward, for shapes
@@ -352,7 +302,7 @@ class ExpertLayout:
         answers = exchange_rows(multiply(form, found, arrived), received, sent, self._group)
         return spread.join(answers, lengths)
 
-    def _multiply_apart(self, form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
+    def _multiply_apart(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the answers, from one product per rank and expert."""
         answers = []
         for place, part in enumerate(torch.split(rows, counts.sum(1).tolist())):
@@ -364,7 +314,7 @@ class ExpertLayout:
         return torch.cat(answers)
 
 
-def _multiply_together(form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
+def _multiply_together(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the answers, from one product per expert."""
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
     order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
