@@ -135,7 +135,8 @@ def test_state_follows_the_plan(ranks: Pool, layout: str, num_microbatches: int)
     resolved = parsed.resolve(nproc)
     plan = plan_memory(parameters, resolved, Sizes(num_microbatches=num_microbatches))
     wanted: dict[str, float] = {instant: memory.total for instant, memory in plan.items()}
-    wanted["built"] = plan["at_rest"].parameters + plan["at_rest"].gradients  # DDP's buckets
+    # DDP's buckets are there, but no tensor of Python shows them before the first gradient.
+    wanted["built"] = plan["at_rest"].parameters
     if num_microbatches == 1:
         del wanted["between"]
     for seen in ranks.run(measure_state, nproc, (layout, num_microbatches), timeout_s=60):
