@@ -71,6 +71,7 @@ class Faults:
     def __init__(self, job: Job, chance: random.Random, tally: Tally) -> None:
         self._job, self._chance, self._tally = job, chance, tally
         self.state = dict.fromkeys(range(NODES), "up")
+        self.was_cut: set[int] = set()  # since its start
         self.losses = dict.fromkeys(range(NODES), 0)
         self.log: list[str] = []
 
@@ -102,6 +103,7 @@ class Faults:
         elif fault == "cut off":
             job.nodes.cut(node)
             self.state[node] = "cut"
+            self.was_cut.add(node)
         elif fault == "stopped":
             job.each_process(node, psutil.Process.suspend)
             self.state[node] = "stopped"
@@ -130,6 +132,7 @@ class Faults:
             self._job.nodes.heal(node)
         if state.endswith("dead"):
             self._job.start(node)
+            self.was_cut.discard(node)
         what = {"stopped": "goes on", "cut": "link back"}.get(state, "started again")
         self._note(f"node{node} {what}")
         self._tally.returns[what] += 1
@@ -149,7 +152,9 @@ class Faults:
             if code is None or self.state[node] not in ("leaving", "up"):
                 continue
             self._note(f"node{node} has ended with {code}")
-            if self.state[node] == "up" or code != 75:
+            # With c10d, a node that was cut off from the store leaves, and may be started again.
+            may_leave = self._job.store == "c10d" and node in self.was_cut
+            if (self.state[node] == "up" and not may_leave) or code != 75:
                 self._tally.wrong.append(f"node{node} ended with {code}:\n{launched.text}")
             self.state[node] = "dead"
 

@@ -23,14 +23,15 @@ def explain_store(name: str, why: str, waited_s: float | None = None) -> Pacelin
 
 
 def explain_lost_store(name: str, why: str) -> PacelineError:
-    """Return the error of a job that has lost the node with its store."""
+    """Return the error of a launcher that no longer reaches the node with the store of its job."""
     error = PacelineError(
         "PL372",
-        saw=f"The node with the store of this job ({name}) is lost: {why}. The ranks of this node were "
-        "ended.",
-        rule="With --rdzv-backend c10d, the node of --rdzv-endpoint holds the store. The job ends with it.",
-        fix="Start the job again: it goes on from its last save. With --rdzv-backend etcd or folder, it "
-        "survives the loss of any node.",
+        saw=f"The node with the store of this job ({name}) is lost, or this node is cut off from it: {why}. "
+        "The ranks of this node were ended.",
+        rule="With --rdzv-backend c10d, the node of --rdzv-endpoint holds the store. The job ends with it, "
+        "and goes on without a node that is cut off.",
+        fix="Start the same command again: it joins the job, or goes on from the last save. With "
+        "--rdzv-backend etcd or folder, a job survives the loss of any node.",
     )
     error.exit_code = 75
     return error
