@@ -119,7 +119,7 @@ def list_collectives(world: Any, layout: str) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_ranks_agree_and_join_their_norms_and_send_nothing_else(ranks: Pool) -> None:
-    """The length of a batch of the user's own, the agreement, and the norms of all rows in the model's order."""
+    """The length of the user's own batch, the agreement, and the norms of all rows in the model's order."""
     num_rows = sum(len(p) for p in Outside().parameters())
     for found in ranks.run(list_collectives, 2, ("pp=2",), env=RECORD):
         assert found == [("all_reduce", 2), ("all_reduce", 256), ("all_reduce", num_rows)]
