@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.torch_seams.fsdp import check_torch, list_groups, list_records
+from paceline.parallel.shard.setup import ShardSettings, apply_sharding
+from paceline.torch_seams.fsdp import list_groups, list_records
+from paceline.torch_seams.names import NAMES, TorchName
 
 
 class Module:
@@ -19,14 +21,6 @@ class Module:
 
     def _get_fsdp_state(self) -> Any:
         return self._state
-
-
-class Record:
-    _unsharded_param: Any
-
-    def __init__(self) -> None:
-        self.sharded_param = self.padded_sharded_param_size = None
-        self.unsharded_accumulated_grad = None
 
 
 def test_one_group_or_several() -> None:
@@ -40,30 +34,7 @@ def test_one_group_or_several() -> None:
     assert list_records(empty) == []
 
 
-def build_group(record: Record) -> Any:
-    names = ("post_backward", "reduce_grads", "_register_post_backward_hook")
-    return SimpleNamespace(fsdp_params=[record], **dict.fromkeys(names))
-
-
-def test_every_name_is_there() -> None:
-    module: Any = Module(_fsdp_param_groups=[build_group(Record())])
-    check_torch([module])
-
-
-@pytest.mark.parametrize(
-    "missing",
-    ["FSDPState._fsdp_param_groups", "FSDPParamGroup.fsdp_params", "FSDPParam.sharded_param"],
-)
-def test_a_missing_name_is_refused_with_the_version(missing: str) -> None:
-    record = Record()
-    del record.sharded_param
-    states: dict[str, dict[str, Any]] = {
-        "FSDPState._fsdp_param_groups": {},
-        "FSDPParamGroup.fsdp_params": {"_fsdp_param_groups": [SimpleNamespace()]},
-        "FSDPParam.sharded_param": {"_fsdp_param_group": build_group(record)},
-    }
-    module: Any = Module(**states[missing])
-    with pytest.raises(PacelineError, match="PL449") as caught:
-        check_torch([module])
-    assert missing in str(caught.value)
-    assert torch.__version__ in str(caught.value)
+def test_a_missing_name_is_refused_before_a_model_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NAMES, "fsdp", (TorchName("torch.distributed.fsdp.FSDPModule._no_such", "shards"),))
+    with pytest.raises(PacelineError, match=r"FSDPModule\._no_such \(shards\).*PL396"):
+        apply_sharding(torch.nn.Linear(2, 2), None, ShardSettings(), zero=3, offload="none")  # type: ignore[arg-type]

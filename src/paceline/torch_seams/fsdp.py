@@ -1,8 +1,7 @@
 """torch's own records of a sharded model: every private name of torch that sharding relies on.
 
 `fully_shard` is public. The record that it keeps of each parameter is private, and its names differ between
-torch 2.11, 2.12 and 2.13. No other file of the project uses them. `check_torch` searches the installed torch
-for each name, so that a missing one is reported by name and not by an AttributeError inside a step.
+torch 2.11, 2.12 and 2.13. Names are checked when a model is sharded, because other layouts work without them.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
 
-from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map
 
-_missing: list[str] = []
-_API = "torch.distributed.fsdp._fully_shard._fsdp_api"
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 else:
@@ -29,25 +24,16 @@ else:
     except ImportError:
         # Layouts without dp_shard must still work.
         AllGather = ReduceScatter = object
-        _missing.append(f"{_API}.AllGather and ReduceScatter")
 
 # From torch 2.13 on; they find tensors in data classes too.
 _collect: Any = getattr(_common_utils, "collect_grad_tensors", None)
 _replace: Any = getattr(_common_utils, "replace_grad_tensors", None)
-
-# torch sets these on every record, and `_unsharded_param` at the first gather.
-_ATTRIBUTES = (
-    "sharded_param",
-    "padded_sharded_param_size",
-    "unsharded_accumulated_grad",
-)
 
 __all__ = [
     "AllGather",
     "ReduceScatter",
     "act_before_sums",
     "begin_backward",
-    "check_torch",
     "clear_gradients",
     "end_backward",
     "find_trained",
@@ -205,45 +191,3 @@ def forget_iteration(root: FSDPModule) -> None:
     if reset is not None:
         with suppress(AttributeError):  # before the first forward there is no such state
             reset()
-
-
-def check_torch(modules: list[FSDPModule]) -> None:
-    """Check that the installed torch has every name that sharding needs.
-
-    Args:
-        modules: sharded.
-
-    Raises:
-        PacelineError: PL449 with the version and the names that are missing.
-    """
-    missing = list(_missing)
-    for module in modules:
-        if not missing and not hasattr(module, "_get_fsdp_state"):
-            missing.append("FSDPModule._get_fsdp_state")
-        if missing:
-            break
-        state = module._get_fsdp_state()
-        names = ("_pre_forward", "_post_forward", "_pre_backward", "_register_pre_backward_hook")
-        missing += [f"FSDPState.{name}" for name in names if not hasattr(state, name)]
-        if not any(hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")):
-            missing.append("FSDPState._fsdp_param_groups")
-            break
-        groups = list_groups(module)
-        names = ("fsdp_params", "post_backward", "reduce_grads", "_register_post_backward_hook")
-        missing += [
-            f"FSDPParamGroup.{name}" for name in names for group in groups if not hasattr(group, name)
-        ]
-        if missing:
-            break
-        for record in list_records(module)[:1]:
-            missing += [f"FSDPParam.{name}" for name in _ATTRIBUTES if not hasattr(record, name)]
-            if "_unsharded_param" not in getattr(type(record), "__annotations__", {}):
-                missing.append("FSDPParam._unsharded_param")
-    if missing:
-        raise PacelineError(
-            "PL449",
-            saw=f"torch {torch.__version__} has no {', '.join(dict.fromkeys(missing))}.",
-            rule="dp_shard is built on torch's fully_shard and uses names of it that torch may change. "
-            "It is tested with torch 2.11, 2.12 and 2.13.",
-            fix="Install one of these versions, or use dp_shard=1.",
-        )

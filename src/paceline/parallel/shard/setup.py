@@ -23,7 +23,8 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
-from paceline.torch_seams.fsdp import check_torch, list_records, unmark
+from paceline.torch_seams.check import require
+from paceline.torch_seams.fsdp import list_records, unmark
 from paceline.torch_seams.modules import own_parameters
 
 log = logging.getLogger(__name__)
@@ -89,9 +90,9 @@ def apply_sharding(
 
     Raises:
         PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that cannot be cut,
-            PL442 for a mix of types, PL449 if torch lacks a
-            required function.
+            PL442 for a mix of types, PL396 if torch lacks a required function.
     """
+    require("fsdp")
     blocks = separable_blocks(model)
     tables = _find_tables(model, blocks)
     _check_parameters(model, [*blocks, *tables], apart)
@@ -111,7 +112,6 @@ def apply_sharding(
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for module in modules.values():
         module.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's own error names no way out
-    check_torch(list(modules.values()))
     _hide_mark(model, [block for _, block in blocks])
     move_hooks(before, model)
     units = _collect_units(model, modules, apart, {name for name, _ in tables})

@@ -87,7 +87,7 @@ class Shards:
         silent: whether nothing is sent at the moment, see `silenced`.
 
     Raises:
-        PacelineError: PL434, PL440, PL442, PL446 and PL449, see `apply_sharding`.
+        PacelineError: PL434, PL440, PL442 and PL396, see `apply_sharding`.
 
     Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
