@@ -33,7 +33,7 @@ LIMIT_S = 420
 # Settings of [compress] by name.
 KINDS: dict[str, dict[str, object]] = {
     "none": {},
-    **{kind: {"kind": kind} for kind in ("bf16", "int8", "int4", "fp16")},
+    **{kind: {"kind": kind} for kind in ("bf16", "int8", "int4")},
 }
 SEEDS = range(5)
 # Name of a measurement of losses: recipe, steps.

@@ -14,7 +14,7 @@ from tests.launching.on_nodes import run_on_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-KINDS = ("bf16", "fp16", "int8", "int4", "islands-none", "islands-int4")
+KINDS = ("bf16", "int8", "int4", "islands-none", "islands-int4")
 LAYOUTS = ("dp_replicate",)
 PROGRAM = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "compressed_steps.py")]
 

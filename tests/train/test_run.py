@@ -154,15 +154,6 @@ def test_epochs_count_ragged_ends(ranks: Pool, tmp_path: Path) -> None:
     assert count_steps(parse_recipe(digits_recipe()), 1438) == 20
 
 
-def test_compression_that_begins_after_the_last_epoch_is_refused() -> None:
-    settings = ["train.steps=none", "train.epochs=2", "compress.kind=int8", "compress.after_steps=6"]
-    recipe = parse_recipe(digits_recipe(), settings)
-    per_epoch = recipe.train.global_batch_size
-    assert count_steps(recipe, 4 * per_epoch) == 8
-    with pytest.raises(PacelineError, match=r"after_steps=6 with train.epochs=2, which are 6 steps.*PL962"):
-        count_steps(recipe, 3 * per_epoch)
-
-
 def test_without_validation_data(ranks: Pool, tmp_path: Path) -> None:
     settings = ["train.steps=2", "data.valid_fraction=0.0", 'metrics.sinks=["tensorboard"]']
     (summary, told), _ = ranks.run(run, args=(digits_recipe(), str(tmp_path / "run"), settings))

@@ -6,8 +6,7 @@ any number of ranks, and every row keeps its bytes.
 A row of `length` numbers is divided into blocks of equal length, at most 256. With `int8` and `int4` a block
 is a scale, its largest magnitude over 127 or 7, and each number rounded to a multiple of that scale
 (block-wise quantisation: Dettmers et al. 2022, https://arxiv.org/abs/2110.02861, without their non-linear
-levels). With `fp16` the scale is a power of two that brings the largest magnitude near 1, so no gradient
-overflows. With `bf16` there is no scale.
+levels). With `bf16` there is no scale.
 
 Rows of fewer than 32 numbers, such as those of biases and norms, are sent as they are: a scale each would
 save little.
@@ -89,7 +88,12 @@ class Bf16Codec(Codec):
 
 
 class _BlockCodec(Codec):
-    """The base of codecs with one scale per block: the scales of a row, then its numbers."""
+    """The base of codecs with one scale per block, by which its largest magnitude becomes the highest level.
+
+    The scales of a row are followed by its numbers.
+    """
+
+    _most_level: float
 
     def count_row_bytes(self, length: int) -> int:
         num_blocks, block = _cut(length)
@@ -100,7 +104,7 @@ class _BlockCodec(Codec):
         num_blocks, block = _cut(length)
         blocks = _pad(rows, num_blocks * block).view(num_rows, num_blocks, block)
         most = blocks.abs().amax(dim=2, keepdim=True)
-        scales, inverses = self._scale(most)
+        scales, inverses = most / self._most_level, self._most_level / most
         inverses.masked_fill_(most < _TINY, 0.0)
         scales.masked_fill_(most < _TINY, 0.0)
         start = num_blocks * _SCALE_BYTES
@@ -121,10 +125,6 @@ class _BlockCodec(Codec):
         """Return the size of the numbers of a row, padded to whole blocks."""
 
     @abstractmethod
-    def _scale(self, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scale of each block and its inverse, from the largest magnitude."""
-
-    @abstractmethod
     def _pack(self, numbers: Tensor) -> Tensor:
         """Return the bytes of scaled rows; may overwrite these."""
 
@@ -137,12 +137,10 @@ class Int8Codec(_BlockCodec):
     """Rounds to 255 levels per block."""
 
     kind = "int8"
+    _most_level = 127.0
 
     def _count_bytes(self, num_numbers: int) -> int:
         return num_numbers
-
-    def _scale(self, most: Tensor) -> tuple[Tensor, Tensor]:
-        return most / 127.0, 127.0 / most
 
     def _pack(self, numbers: Tensor) -> Tensor:
         return numbers.round_().to(torch.int8).view(torch.uint8)
@@ -155,12 +153,10 @@ class Int4Codec(_BlockCodec):
     """Rounds to 15 levels per block; the first half of a row is in the lower half bytes."""
 
     kind = "int4"
+    _most_level = 7.0
 
     def _count_bytes(self, num_numbers: int) -> int:
         return (num_numbers + 1) // 2
-
-    def _scale(self, most: Tensor) -> tuple[Tensor, Tensor]:
-        return most / 7.0, 7.0 / most
 
     def _pack(self, numbers: Tensor) -> Tensor:
         # Levels are 0 to 14. By way of int8, because the conversion of nan to uint8 is not defined.
@@ -178,32 +174,8 @@ class Int4Codec(_BlockCodec):
         return numbers.sub_(7.0)
 
 
-class Fp16Codec(_BlockCodec):
-    """Rounds to float16, after scaling each block by a power of two."""
-
-    kind = "fp16"
-
-    def _count_bytes(self, num_numbers: int) -> int:
-        return 2 * num_numbers
-
-    def _scale(self, most: Tensor) -> tuple[Tensor, Tensor]:
-        _, exponent = torch.frexp(most)
-        exponent = exponent.clamp(max=126)  # a larger scale is inf, or its inverse no normal number
-        # Of inf and nan the exponent is not defined, and the scale must not hide them.
-        scales = torch.where(most.isfinite(), torch.ldexp(torch.ones_like(most), exponent), torch.nan)
-        return scales, 1.0 / scales
-
-    def _pack(self, numbers: Tensor) -> Tensor:
-        return numbers.to(torch.float16).view(torch.uint8)
-
-    def _unpack(self, packed: Tensor, num_numbers: int) -> Tensor:
-        return packed.view(torch.float16).to(torch.float32)
-
-
 _WHOLE = WholeCodec()
-CODECS: dict[str, Codec] = {
-    codec.kind: codec for codec in (Bf16Codec(), Fp16Codec(), Int8Codec(), Int4Codec())
-}
+CODECS: dict[str, Codec] = {codec.kind: codec for codec in (Bf16Codec(), Int8Codec(), Int4Codec())}
 
 
 def choose_codec(codec: Codec, length: int) -> Codec:

@@ -28,12 +28,10 @@ class CompressSettings:
     Attributes:
         kind: of the codec.
         slots: their number.
-        after_steps: number of steps that are not compressed.
     """
 
     kind: str
     slots: int
-    after_steps: int = 0
 
 
 class Compression:
@@ -42,8 +40,8 @@ class Compression:
     Attributes:
         settings: of the run.
         residuals: of this rank.
-        is_on: whether the gradients of the current step are compressed.
-        factor: by which the gradients of the current step are multiplied before they are encoded.
+        factor: by which the gradients of the current step are multiplied before they are encoded: it turns
+            them into those of the sum of losses, and is a power of two.
 
     Args:
         settings: of the run.
@@ -56,7 +54,6 @@ class Compression:
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
         self.settings = settings
         self.residuals = Residuals()
-        self.is_on = False
         self.factor = 1.0
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -67,21 +64,6 @@ class Compression:
                     fix='Use dtype "fp32", "bf16" or "fp16", which all keep fp32 parameters, or '
                     'compress.kind="none".',
                 )
-
-    def begin(self, step: int, factor: float) -> None:
-        """Start a step.
-
-        Args:
-            step: its number, from 1.
-            factor: turns its gradients into those of the sum of losses; a power of two.
-        """
-        self.is_on = step > self.settings.after_steps
-        self.factor = factor
-
-    def settle(self, *, keep: bool) -> None:
-        """End a step; without `keep` its residuals are dropped, because it was skipped."""
-        self.residuals.settle(keep=keep)
-        self.is_on = False
 
     def cut(self, num_owned: tuple[int, ...], rank: int) -> OwnBlocks:
         """Return the slots of a rank.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
+from paceline.recipe.section import PositiveInt, Section, broken_rule
 
 
 class CompressSection(Section):
@@ -15,7 +15,7 @@ class CompressSection(Section):
     `docs/communicate.md` explains what it costs.
     """
 
-    kind: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
+    kind: Literal["none", "bf16", "int8", "int4"] = "none"
     """Form in which gradients are sent. `"int8"` and `"int4"`: integers with one scale per block of at most
     256 numbers. What rounding loses is added to the next step's gradient. Needs
     `train.reduction = "exact"`."""
@@ -23,16 +23,13 @@ class CompressSection(Section):
     """Number of equal blocks of consecutive microbatches whose gradients are each compressed together. The
     result depends on it, and not on the number of ranks, which must divide it. Default: the number of ranks
     that share the data; a run that is resumed on another number must set it."""
-    after_steps: NonNegativeInt = 0
-    """Number of steps at the start of the run whose gradients are not compressed."""
 
     @model_validator(mode="after")
     def _check(self) -> CompressSection:
-        idle = [name for name in ("slots", "after_steps") if getattr(self, name)]
-        if self.kind == "none" and idle:
+        if self.kind == "none" and self.slots:
             raise broken_rule(
                 "PL962",
-                f'compress.{idle[0]}={getattr(self, idle[0])} with compress.kind="none".',
+                f'compress.slots={self.slots} with compress.kind="none".',
                 "Without compression, this key would have no effect.",
                 'Set compress.kind="int8", or leave the key out.',
             )

@@ -37,7 +37,7 @@ class IslandsSection(Section):
     outer: OuterSection = OuterSection()
     """Outer optimizer: a table of `lr` (0.9), `momentum` (0.6) and `nesterov` (true).
     `lr = 1` with `momentum = 0` averages weights."""
-    codec: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
+    codec: Literal["none", "bf16", "int8", "int4"] = "none"
     """Form in which islands send their changes, as `compress.kind`. What rounding loses is added to the next
     exchange."""
 

@@ -68,7 +68,6 @@ SETTINGS = (
     RecipeKey("layout", may_change=_LAYOUT),
     RecipeKey("ddp", may_change="speed only"),
     RecipeKey("compress.kind", names=("compress.kind",)),
-    RecipeKey("compress.after_steps", names=("compress.after_steps",)),
     RecipeKey(
         "compress.slots",
         may_change="the checkpoint has the number of slots, and compares it",

@@ -544,13 +544,6 @@ class Recipe(Section):
             raise broken_rule(*parts)
         if self.train.steps is not None and (parts := self.islands.find_broken(self.train.steps)):
             raise broken_rule(*parts)
-        if self.train.steps is not None and self.compress.after_steps >= self.train.steps:
-            raise broken_rule(
-                "PL962",
-                f"compress.after_steps={self.compress.after_steps} with train.steps={self.train.steps}.",
-                "Compression would begin after the end of the run.",
-                f"Set after_steps to {self.train.steps - 1} or less, or leave [compress] out.",
-            )
         return self
 
     def with_layout(self, layout: Layout, **changed: Section) -> Recipe:

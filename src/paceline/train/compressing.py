@@ -43,7 +43,7 @@ def choose_compression(
             f"{', '.join(others)}.",
             fix=f'Set {", ".join(f"{axis}=1" for axis in others)}, or compress.kind="none".',
         )
-    return CompressSettings(section.kind, _choose_slots(section.slots, layout.dp), section.after_steps)
+    return CompressSettings(section.kind, _choose_slots(section.slots, layout.dp))
 
 
 def _choose_slots(given: int | None, num_ranks: int) -> int:

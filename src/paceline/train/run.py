@@ -164,11 +164,7 @@ def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool)
 
 
 def count_steps(recipe: Recipe, num_samples: int) -> int:
-    """Return the number of optimizer steps of a run over a data set of `num_samples`.
-
-    Raises:
-        PacelineError: PL962 if compression would begin after the last one.
-    """
+    """Return the number of optimizer steps of a run over a data set of `num_samples`."""
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert recipe.train.epochs is not None
@@ -177,14 +173,6 @@ def count_steps(recipe: Recipe, num_samples: int) -> int:
     num_steps = recipe.train.epochs * ((num_samples + rest) // size)
     if parts := recipe.islands.find_broken(num_steps):
         raise PacelineError(parts[0], saw=parts[1], rule=parts[2], fix=parts[3])
-    if recipe.compress.after_steps and recipe.compress.after_steps >= num_steps:
-        raise PacelineError(
-            "PL962",
-            saw=f"compress.after_steps={recipe.compress.after_steps} with "
-            f"train.epochs={recipe.train.epochs}, which are {num_steps} steps of this data.",
-            rule="Compression would begin after the end of the run.",
-            fix=f"Set after_steps to {num_steps - 1} or less, or leave [compress] out.",
-        )
     return num_steps
 
 

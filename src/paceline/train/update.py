@@ -303,7 +303,7 @@ class Update:
         message = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
         if self.compression is not None:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
-            self.compression.begin(step, self._unit / loss_scale)
+            self.compression.factor = self._unit / loss_scale
         launch = Launch(agreement, message, settings, runner.used)
         return Work(objective, share, step, phase, self._unit, launch, count_flops, own)
 
@@ -467,7 +467,7 @@ class Update:
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
         if self.compression is not None:
-            self.compression.settle(keep=skipped is None)
+            self.compression.residuals.settle(keep=skipped is None)
         fullest = self._statistics.choices.fullest if skipped is None else None
         return Updated(
             *(loss, weight, norm, skipped, agreed.stop_signum, comm_s, fullest),

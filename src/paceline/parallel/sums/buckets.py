@@ -145,7 +145,7 @@ class BucketSums:
         found = [gradients for gradients in values if gradients is not None]
         if reduced or not found:
             return
-        if self.ranks.is_compressed and self.ranks.group is None:
+        if self.ranks.slots is not None and self.ranks.group is None:
             found = [self._sum_slots_alone(values)]
         # Several remain only if the other ranks' are left out on purpose (`Replica.silenced`).
         *others, total = found
@@ -171,7 +171,7 @@ class BucketSums:
         part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
         reads = [g for values in part.list_values() for g in values or () if g is not None]
         one = _Bucket(parameters, views, part)
-        if not self.ranks.is_compressed:
+        if self.ranks.slots is None:
             return self._line.submit(lambda: self._sum_bucket(one), buffer, reads, is_last=bucket.is_last())
         return self._line.submit(lambda: self._sum_slots(one), buffer, reads, is_last=bucket.is_last())
 

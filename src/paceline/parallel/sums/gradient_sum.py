@@ -82,22 +82,15 @@ class RankSum:
             self.slots = SlotSum(codec, compression.settings.slots, residuals, group)
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether the gradients of this step are compressed."""
-        return self.compression is not None and self.compression.is_on
-
-    @property
     def has_replicas(self) -> bool:
         """Whether a fast sum goes on over replicas."""
         return self._replicas is not None and self._replicas.size > 1
 
     def cut(self, num_owned: tuple[int, ...], turns: int = 1) -> OwnBlocks:
         """Return the blocks of microbatches that this rank adds; see `GradientSum.begin`."""
-        own = OwnBlocks.whole(num_owned, turns)
         if self.compression is None:
-            return own
-        slots = self.compression.cut(num_owned, self.rank)
-        return slots if self.compression.is_on else own
+            return OwnBlocks.whole(num_owned, turns)
+        return self.compression.cut(num_owned, self.rank)
 
     def add_up(self, vectors: list[Tensor], own: OwnBlocks, scratch: Tensor) -> Tensor:
         """Return this rank's row of the sum of subtrees; may overwrite them.
