@@ -331,7 +331,7 @@ def hoarding_workers() -> None:
 
 @shortage(
     "activations",
-    "This rank is alone",
+    "its batch is larger",
     "microbatch",
     budget_mb=900,
     kill_mb=1600,

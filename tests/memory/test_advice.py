@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.memory.account import Account, BatchTensor, Holder, ModelState, ModuleMemory, Progress, Steps
-from paceline.memory.advice import MemorySettings, list_remedies
-from paceline.memory.causes import find_cause, find_growth, is_alone
-from paceline.memory.need import estimate_need
+from paceline.memory.advice import MemorySettings, estimate_need, list_remedies
+from paceline.memory.causes import find_cause, find_growth
 from paceline.memory.words import describe
 
 GB = 1 << 30
@@ -56,22 +55,24 @@ def test_the_largest_microbatch_that_fits_is_named() -> None:
     remedies = {one.name: one for one in list_remedies(FULL)}
     # A quarter of 8 GiB and what they may take in passing fit beside 5 GiB into 9.5 GiB.
     assert (
-        remedies["microbatch"].words == "microbatches of 4 samples in place of 16, their gradients added up"
+        remedies["microbatch"].words
+        == "microbatches of 4 samples in place of 16 (microbatch_size), their gradients added up"
     )
     assert remedies["microbatch"].saves == 11 * GB // 2
     assert remedies["microbatch"].fits
     assert remedies["recompute"].saves == int(8 * GB * 7 / 8 * 7 / 8)
     assert remedies["bf16"].saves == 4 * GB
     assert not remedies["dp_shard"].fits
-    assert remedies["dp_shard"].saves == 7 * GB // 4
+    # Half of 3.5 GiB, less four whole blocks of eight.
+    assert remedies["dp_shard"].saves == 7 * GB // 4 - GB // 2
     assert "offload" not in remedies
 
 
-def test_words_are_those_of_the_trainer() -> None:
-    found = list_remedies(FULL, MemorySettings(4, is_trainer=True, recomputes=True, dtype="bf16", dp=4))
+def test_settings_that_are_known_are_not_proposed() -> None:
+    found = list_remedies(FULL, MemorySettings(4, recomputes=True, dtype="bf16", dp=4))
     words = {one.name: one.words for one in found}
-    assert words["microbatch"] == "microbatch_size=1 in place of 4; the global batch stays"
-    assert words["dp_shard"] == "layout dp_shard=4"
+    assert words["microbatch"].startswith("microbatches of 1 samples in place of 4 (microbatch_size)")
+    assert words["dp_shard"] == "layout dp_shard=4, or fully_shard over 4 ranks"
     assert not {"recompute", "bf16"} & words.keys()
 
 
@@ -99,14 +100,6 @@ def test_growth_is_told_from_a_larger_step() -> None:
     assert find_growth(FULL) == "none"
     assert find_growth(replace(FULL, steps=Steps(4, 5 * GB, 5 * GB, 5 * GB))) == "jump"
     assert find_growth(replace(FULL, steps=Steps(102, 8 * GB, 2 * GB, 8 * GB))) == "leak"
-
-
-def test_one_rank_alone() -> None:
-    assert not is_alone(FULL)
-    alone = replace(FULL, peers=(5 * GB,))
-    assert is_alone(alone)
-    assert "This rank is alone: the other ranks of its node hold 5.0 GiB at most" in describe(alone)
-    assert not is_alone(replace(FULL, peers=(8 * GB,)))
 
 
 def test_the_words_have_all_parts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.memory.account import Account, from_json, to_json
+from paceline.memory.account import Account
 from paceline.memory.errors import find_request, is_out_of_memory
 from paceline.memory.holders import read_variables
 from paceline.memory.limits import Use
-from paceline.memory.report import account_for, account_of_thread
+from paceline.memory.report import account_for, account_of_thread, read_account, write_account
 from tests.memory.shortages import Net
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
@@ -179,7 +180,7 @@ def test_what_a_forward_holds_without_a_graph_belongs_to_its_module() -> None:
     assert not account.progress.has_graph
 
 
-def test_an_account_survives_its_journey() -> None:
+def test_an_account_survives_its_journey(tmp_path: Path) -> None:
     model, x = nn.Sequential(Net(), Ends()), torch.ones(100, 64)
     losses: list[Tensor] = []
 
@@ -189,7 +190,8 @@ def test_an_account_survives_its_journey() -> None:
 
     account = take(run)
     assert account.holders[0].graphs == 2
-    assert from_json(to_json(account)) == account
+    write_account(tmp_path / "account", account)
+    assert read_account(tmp_path / "account") == account
 
 
 def test_an_account_of_a_thread_that_goes_on() -> None:

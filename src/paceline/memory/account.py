@@ -1,34 +1,14 @@
-"""Defines the account of a rank's memory, which is sent as JSON from a rank to its launcher."""
+"""Defines the account of a rank's memory, which a rank leaves for its launcher."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from paceline.memory.limits import LimitKind
 
-Kind = Literal[
-    "parameters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "gathered",
-    "kept graphs",
-    "activations",
-    "kept",
-    "batch",
-    "other tensors",
-    "request",
-    "loader workers",
-    "other processes",
-    "base",
-    "freed",
-    "rest",
-]
 Phase = Literal["forward", "backward", "optimizer", "elsewhere"]
-KINDS: dict[Kind, str] = {
+KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -47,7 +27,7 @@ KINDS: dict[Kind, str] = {
     "rest": "not accounted for: temporary results, Python objects, buffers of libraries",
 }
 """The kinds of memory, in the order in which they are listed, with their names."""
-TENSORS: tuple[Kind, ...] = (
+TENSORS = (
     *("parameters", "gradients", "optimizer", "buffers", "gathered", "kept graphs", "activations"),
     *("kept", "batch", "other tensors"),
 )
@@ -160,8 +140,6 @@ class ModelState:
         repeated_activations: bytes of activations in them.
         fp32_activations: bytes of activations in fp32.
         is_sharded: whether parameters are divided among ranks.
-        largest_module: bytes of parameters of the largest module that would be sharded as one: a repeated
-            one, or one outside of these with parameters of its own.
     """
 
     trained: int = 0
@@ -172,7 +150,6 @@ class ModelState:
     repeated_activations: int = 0
     fp32_activations: int = 0
     is_sharded: bool = False
-    largest_module: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,7 +169,6 @@ class Account:
         steps: those that fitted.
         progress: where the model was.
         model: facts on it.
-        peers: anonymous bytes of the node's other ranks.
         num_workers: this rank's child processes.
         num_ranks: the world's size.
         walk_s: how long the account took.
@@ -205,14 +181,13 @@ class Account:
     limit: int
     used: int
     total: int
-    kinds: dict[Kind, int]
+    kinds: dict[str, int]
     modules: tuple[ModuleMemory, ...] = ()
     holders: tuple[Holder, ...] = ()
     batch: tuple[BatchTensor, ...] = ()
     steps: Steps = field(default_factory=Steps)
     progress: Progress = field(default_factory=Progress)
     model: ModelState = field(default_factory=ModelState)
-    peers: tuple[int, ...] = ()
     num_workers: int = 0
     num_ranks: int = 1
     walk_s: float = 0.0
@@ -223,41 +198,6 @@ class Account:
         """The part of the total that is this process's."""
         return self.total - self.get("loader workers", "other processes")
 
-    def get(self, *kinds: Kind) -> int:
+    def get(self, *kinds: str) -> int:
         """Return the bytes of these kinds together."""
         return sum(self.kinds.get(kind, 0) for kind in kinds)
-
-
-def to_json(account: Account) -> str:
-    """Return an account as text."""
-    return json.dumps(asdict(account))
-
-
-def from_json(text: str) -> Account:
-    """Return the account in a text.
-
-    Raises:
-        ValueError, KeyError, TypeError: if it is none.
-    """
-    table: dict[str, Any] = json.loads(text)
-
-    def several(kind: type, name: str) -> tuple[Any, ...]:
-        return tuple(kind(**row) for row in table.get(name, ()))
-
-    def one(kind: type, name: str) -> Any:
-        fields: Mapping[str, Any] = table.get(name, {})
-        return kind(**fields)
-
-    batch = tuple(BatchTensor(**{**row, "shape": tuple(row["shape"])}) for row in table.get("batch", ()))
-    return Account(
-        **{
-            **table,
-            "modules": several(ModuleMemory, "modules"),
-            "holders": several(Holder, "holders"),
-            "batch": batch,
-            "steps": one(Steps, "steps"),
-            "progress": one(Progress, "progress"),
-            "model": one(ModelState, "model"),
-            "peers": tuple(table.get("peers", ())),
-        }
-    )

@@ -1,6 +1,10 @@
 """Lists settings that would have fitted, with the bytes that each saves.
 
-A setting fits if the upper end of what a step then needs leaves some of the limit free.
+A forward that was half through is taken to need as much again per parameter that it had not used. The peak is
+the larger one of two: all activations beside the gradients that are there already, or all gradients. On top
+comes what does not change: Python, libraries, the batch, and what variables keep. Not known are results that
+live for a moment and gradients of activations: a setting fits if there is room for a part of the activations
+more, and some of the limit stays free.
 """
 
 from __future__ import annotations
@@ -8,14 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.memory.account import Account
-from paceline.memory.causes import Cause, find_cause, is_alone
-from paceline.memory.need import Need, estimate_need
+from paceline.memory.causes import Cause, find_cause
 
 # An estimate must leave this part of the limit free.
 _FREE = 0.05
 _MOST_HALVINGS = 10
 # Of the memory that a remedy must save to be listed at all.
 _LEAST = 0.02
+_STATE = ("parameters", "buffers", "gathered")
+_LEAST_REACHED = 0.02
+# A sharded block is whole in several copies: gathered, as parameters, and as gradients that are reduced.
+_COPIES = 4
+# Gradients of activations and passing results, beside what was saved: measured, up to this part of it; and
+# with the pieces between them that glibc keeps (benchmarks/memory).
+_PASSING, _PASSING_ON_CPU = 0.25, 0.75
 
 
 @dataclass(frozen=True)
@@ -24,14 +34,12 @@ class MemorySettings:
 
     Attributes:
         microbatch_size: samples per forward; 0 if not known.
-        is_trainer: whether the words of `Trainer` and recipes apply, and not those of a script's own loop.
         recomputes: whether activations are computed again already.
         dtype: of the computation, such as `"fp32"`; "" if not known.
         dp: data ranks, among which state can be sharded.
     """
 
     microbatch_size: int = 0
-    is_trainer: bool = False
     recomputes: bool = False
     dtype: str = ""
     dp: int = 1
@@ -47,16 +55,43 @@ class Remedy:
         words: what to do.
         saves: bytes.
         fits: whether it alone would have been enough.
-        least: bytes that a step then needs at least.
-        most: at most.
     """
 
     name: str
     words: str
     saves: int
     fits: bool
-    least: int = 0
-    most: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that a whole step would need, in bytes of this rank.
+
+    Attributes:
+        activations: at the peak.
+        state: parameters, gradients and optimizer state.
+        other: all else.
+        passing: the part of the activations by which the need may be higher.
+    """
+
+    activations: int
+    state: int
+    other: int
+    passing: float = _PASSING
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.activations + self.state + self.other
+
+    @property
+    def most(self) -> int:
+        """The room that it must have."""
+        return self.total + int(self.activations * self.passing)
+
+    def shrink(self, share: float) -> Need:
+        """Return the need with this share of the activations."""
+        return replace(self, activations=int(self.activations * share))
 
 
 _Found = list[tuple[str, str, Need]]
@@ -98,7 +133,7 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
     for name, words, after in found:
         if now - after.total <= _LEAST * now:
             continue
-        remedies.append(Remedy(name, words, now - after.total, after.most <= room, after.total, after.most))
+        remedies.append(Remedy(name, words, now - after.total, after.most <= room))
     # What should not be there comes first, whether or not it is enough.
     first = ("release", "no_grad", "workers")
     return sorted(remedies, key=lambda one: (one.name not in first, not one.fits, -one.saves))
@@ -107,6 +142,39 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
 def estimate_now(account: Account) -> int:
     """Return what a step needs as the training is: no less than what it had when it ran short."""
     return max(estimate_need(account).total, account.total)
+
+
+def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False) -> Need:
+    """Return the estimate of a step's peak.
+
+    Args:
+        account: of the rank that ran short.
+        ranks: among which parameters, gradients and optimizer state are sharded.
+        accumulates: whether gradients of earlier microbatches are there when a forward begins.
+    """
+    model, activations = account.model, _estimate_saved(account)
+    is_training = not account.progress.is_evaluating
+    gradients = max(account.get("gradients"), model.trained if is_training else 0)
+    optimizer = max(account.get("optimizer"), model.expected_state if is_training else 0)
+    held = gradients if accumulates else account.get("gradients")
+    fixed = account.get(*_STATE) + optimizer
+    if ranks > 1:
+        fixed, gradients, held = (size // ranks for size in (fixed, gradients, held))
+        fixed += _COPIES * account.get("parameters") // max(1, model.num_repeated)
+    # Gradients appear while activations go.
+    state = fixed + max(held, gradients - activations)
+    known = account.get(*_STATE, "activations", "request", "gradients", "optimizer")
+    passing = _PASSING if account.limit_kind == "device" else _PASSING_ON_CPU
+    return Need(activations, state, max(0, account.total - known), passing)
+
+
+def _estimate_saved(account: Account) -> int:
+    """Return the activations at the forward's end from their bytes so far."""
+    held = account.get("activations")
+    grows = account.progress.phase == "forward" and account.progress.has_graph
+    reached = min(1.0, max(account.progress.reached, _LEAST_REACHED))
+    # The failed allocation is part of what the forward had not reached; it counts if it is more than that.
+    return max(int(held / reached if grows else held), held + account.get("request"))
 
 
 def _release(account: Account, cause: Cause, need: Need) -> _Found:
@@ -135,29 +203,19 @@ def _shrink(account: Account, settings: MemorySettings, room: int, cause: Cause)
         sizes = [size >> halvings for halvings in range(1, _MOST_HALVINGS + 1) if size >> halvings]
         needs = {smaller: _divide_samples(account, cause, smaller / size) for smaller in sizes}
         smaller = next((each for each in sizes if needs[each].most <= room), size // 2)
-        if settings.is_trainer and size:
-            words = f"microbatch_size={smaller} in place of {size}; the global batch stays"
-        elif size:
-            words = f"microbatches of {smaller} samples in place of {size}, their gradients added up"
-        else:
-            words = "microbatches of half as many samples, their gradients added up"
-        if is_alone(account):
-            words += ", or a bound on the length of this rank's samples"
+        what = f"{smaller} samples in place of {size}" if size else "half as many samples"
+        words = f"microbatches of {what} (microbatch_size), their gradients added up"
         found.append(("microbatch", words, needs.get(smaller) or _divide_samples(account, cause, 1 / 2)))
     number = model.num_repeated
     if number > 1 and account.progress.has_graph and not settings.recomputes:
-        words = (
-            "layout recompute=block"
-            if settings.is_trainer
-            else f"torch.utils.checkpoint on the {number} modules of {model.repeated or 'the model'}"
-        )
+        where = f"the {number} modules of {model.repeated or 'the model'}"
+        words = f"layout recompute=block, or torch.utils.checkpoint on {where}"
         share = min(1.0, model.repeated_activations / max(1, account.get("activations")))
         # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
         found.append(("recompute", words, need.shrink(1 - share * (1 - 1 / number) * 7 / 8)))
     if model.fp32_activations and settings.dtype in ("", "fp32"):
-        words = "dtype=bf16" if settings.is_trainer else "torch.autocast with bfloat16"
         share = min(1.0, model.fp32_activations / max(1, account.get("activations", "kept graphs")))
-        found.append(("bf16", words, need.shrink(1 - share / 2)))
+        found.append(("bf16", "dtype=bf16, or torch.autocast with bfloat16", need.shrink(1 - share / 2)))
     return found
 
 
@@ -175,17 +233,11 @@ def _divide(account: Account, settings: MemorySettings) -> _Found:
     more = "" if settings.dp > 1 else " (on twice the ranks)"
     divided = estimate_need(account, ranks=ranks)
     if not account.model.is_sharded:
-        words = f"layout dp_shard={ranks}" if settings.is_trainer else f"fully_shard over {ranks} ranks"
-        found.append(("dp_shard", words + more, divided))
-        words = f"layout tp={ranks}" if settings.is_trainer else f"tensor parallelism over {ranks} ranks"
-        found.append(("tp", words + more, divided))
+        words = f"layout dp_shard={ranks}, or fully_shard over {ranks} ranks{more}"
+        found += [("dp_shard", words, divided), ("tp", f"layout tp={ranks}{more}", divided)]
     if account.limit_kind == "device":
-        words = (
-            "layout offload=cpu with dp_shard"
-            if settings.is_trainer
-            else "parameters and state offloaded to CPU"
-        )
-        found.append(("offload", words, replace(estimate_need(account), state=0)))
+        away = replace(estimate_need(account), state=0)
+        found.append(("offload", "layout offload=cpu with dp_shard", away))
     return found
 
 

@@ -21,8 +21,8 @@ Cause = Literal[
 ]
 # The part of what could be saved that a leak must have to be named before what the model needs.
 _LEAK = 0.3
-# The part of its memory by which a rank must exceed all others to be alone.
-_ALONE = 1.3
+# The part of its memory by which a step must exceed all others to be a jump.
+_JUMP = 1.3
 
 
 def find_cause(account: Account) -> Cause:
@@ -55,11 +55,6 @@ def find_cause(account: Account) -> Cause:
     return cause
 
 
-def is_alone(account: Account) -> bool:
-    """Return whether this rank holds much more than every other rank of its node."""
-    return bool(account.peers) and account.own > _ALONE * max(account.peers)
-
-
 def find_growth(account: Account) -> Literal["first step", "leak", "jump", "none", "no steps"]:
     """Return how the memory came to be full, by the steps that fitted.
 
@@ -72,4 +67,4 @@ def find_growth(account: Account) -> Literal["first step", "leak", "jump", "none
         return "first step"
     if steps.count > 3 and steps.growth * (steps.count - 2) > _LEAK * now:
         return "leak"
-    return "jump" if now > _ALONE * steps.peak else "none"
+    return "jump" if now > _JUMP * steps.peak else "none"

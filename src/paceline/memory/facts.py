@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -12,7 +10,6 @@ from typing import Any
 from paceline.memory.account import ModelState, Phase, Progress
 from paceline.memory.graph import Graph
 from paceline.memory.holders import find_place, read_variables
-from paceline.memory.limits import list_children, read_process
 from paceline.memory.modules import Models, find_repeated
 
 # Optimizers by the tensors that they keep per parameter.
@@ -122,34 +119,7 @@ def describe_model(
         repeated_activations=sum(inside) if number else 0,
         fp32_activations=sum({one.key: one.num_bytes for one in graph.saved if one.is_fp32}.values()),
         is_sharded=any(hasattr(type(parameter), "to_local") for parameter in trained),
-        largest_module=max(_count_modules(models, prefix).values(), default=0),
     )
-
-
-def list_peers() -> dict[int, int]:
-    """Return the anonymous bytes of this node's other ranks, by their process's number.
-
-    A launcher's ranks have one parent.
-    """
-    found: dict[int, int] = {}
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1":
-        return found
-    for pid in list_children(os.getppid()):
-        if pid != os.getpid() and (memory := read_process(pid)) is not None:
-            found[pid] = memory.anonymous
-    return found
-
-
-def _count_modules(models: Models, prefix: str) -> Counter[str]:
-    """Return the bytes of parameters by module, those of a repeated module with all that it contains."""
-    found: Counter[str] = Counter()
-    for parameter in models.parameters:
-        name = models.owners[id(parameter)]
-        inside = name.removeprefix(f"{prefix}.") if prefix else ""
-        if inside and inside != name:
-            name = f"{prefix}.{inside.partition('.')[0]}"
-        found[name] += _count(parameter)
-    return found
 
 
 def _count(parameter: Any) -> int:

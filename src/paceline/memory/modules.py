@@ -8,7 +8,7 @@ some, and belongs to the innermost module that contains both.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,13 +149,8 @@ class Neighbours:
         self._orders = [anchor.order for anchor in self._anchors]
         self._models = models
 
-    def find(self, order: int, operation: str) -> str:
-        """Return the name of the module of an operation; `OUTSIDE` after the last module.
-
-        Args:
-            order: its number.
-            operation: autograd's name of it, `ReluBackward0`.
-        """
+    def find(self, order: int) -> str:
+        """Return the module of the operation with this number; `OUTSIDE` after the last module."""
         left = bisect_right(self._orders, order) - 1
         right = bisect_left(self._orders, order)
         before = self._anchors[left].name if left >= 0 else None
@@ -164,40 +159,17 @@ class Neighbours:
             return OUTSIDE
         if before is None:
             return _parent(after)
-        return self._find_between(before, after, operation)
+        return self._find_between(before, after)
 
-    def _find_between(self, before: str, after: str, operation: str) -> str:
-        if before == after:
-            return before
+    def _find_between(self, before: str, after: str) -> str:
         parts, others = _split(before), _split(after)
         common = 0
         while common < min(len(parts), len(others)) and parts[common] == others[common]:
             common += 1
         name = ".".join(parts[:common])
-        kind = self._models.kind(name)
-        if kind not in _CONTAINERS or common == len(parts):
-            return name
-        if kind == "Sequential" and common < len(others):
-            keys = list(read_fields(self._models.modules[name])[2])
-            inner = _choose(keys, parts[common], others[common], operation, self._models.modules[name])
-            return _join(name, inner)
-        return ".".join(parts[: common + 1])
-
-
-def _choose(keys: Sequence[str], before: str, after: str, operation: str, parent: Any) -> str:
-    """Return the child between two children to which an operation belongs, or the first of the two."""
-    between = (
-        list(keys[keys.index(before) + 1 : keys.index(after)]) if before in keys and after in keys else []
-    )
-    if len(between) == 1:
-        return between[0]
-    children: Mapping[str, Any] = read_fields(parent)[2]
-    stem = operation.lower().partition("backward")[0]
-    for key in between:
-        kind = type(children[key]).__name__.lower()
-        if stem and (kind.startswith(stem) or stem in kind or kind in stem):
-            return key
-    return before
+        # A container runs nothing by itself: the operation follows the module before.
+        inside = self._models.kind(name) in _CONTAINERS and common < len(parts)
+        return ".".join(parts[: common + 1]) if inside else name
 
 
 def _split(name: str) -> list[str]:

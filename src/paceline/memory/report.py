@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.memory.account import Account, from_json, to_json
+from paceline.memory.account import Account
 from paceline.memory.errors import find_request, is_of_device, is_out_of_memory
 from paceline.memory.holders import list_frames
 from paceline.memory.limits import Gauge, Use, read_address_space, read_machine
@@ -55,17 +56,18 @@ def account_of_thread(thread: int, rank: int, use: Use) -> Account | None:
 
 
 def write_account(path: Path, account: Account) -> None:
-    """Write an account, completely or not at all."""
+    """Write an account for this node's launcher, completely or not at all."""
     with suppress(OSError):
         part = path.with_suffix(".part")
-        part.write_text(to_json(account), encoding="utf-8")
+        part.write_bytes(pickle.dumps(account))
         part.replace(path)
 
 
 def read_account(path: Path) -> Account | None:
     """Return the account in a file, `None` if there is none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return from_json(path.read_text(encoding="utf-8"))
+    with suppress(OSError):
+        account: Account = pickle.loads(path.read_bytes())
+        return account
     return None
 
 

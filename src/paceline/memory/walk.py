@@ -23,10 +23,9 @@ from paceline.memory.account import (
     Account,
     BatchTensor,
     Holder,
-    Kind,
     ModuleMemory,
 )
-from paceline.memory.facts import describe_model, describe_progress, find_phase, find_running, list_peers
+from paceline.memory.facts import describe_model, describe_progress, find_phase, find_running
 from paceline.memory.graph import (
     Graph,
     GraphWalk,
@@ -84,7 +83,7 @@ class MemoryWalk:
         self._phase = find_phase(frames)
         # The engine frees what nodes save without holding Python's lock.
         self._walk = GraphWalk(torch, reads=not (is_running and self._phase == "backward"))
-        self._kind_of: dict[Key, Kind] = {}
+        self._kind_of: dict[Key, str] = {}
         self._sizes: dict[Key, int] = {}
         self._objects = _find_objects(torch)
         self._models = find_models(self._objects.modules)
@@ -118,13 +117,12 @@ class MemoryWalk:
         self._claim_temporaries(held)
         modules = self._list_modules()
         self._claim_rest(held)
-        kinds: dict[Kind, int] = dict.fromkeys(TENSORS, 0)
+        kinds: dict[str, int] = dict.fromkeys(TENSORS, 0)
         for key, kind in self._kind_of.items():
             kinds[kind] += self._sizes[key]
         total = self._measure(kinds, request)
         workers = list_children(os.getpid())
-        peers = list_peers()
-        total += self._add_processes(kinds, use, total - request, workers, peers)
+        total += self._add_processes(kinds, use, total - request, workers)
         return Account(
             rank=rank,
             time_s=time.time(),
@@ -141,7 +139,6 @@ class MemoryWalk:
                 self._frames, self._running, self._models, self._graph, self._forwards
             ),
             model=describe_model(self._models, self._objects.optimizers, self._graph, self._totals),
-            peers=tuple(peers.values()),
             num_workers=len(workers),
             num_ranks=num_ranks,
             walk_s=time.perf_counter() - began_s,
@@ -149,12 +146,12 @@ class MemoryWalk:
 
     # ---- who owns which storage
 
-    def _claim(self, tensor: Any, kind: Kind) -> int:
+    def _claim(self, tensor: Any, kind: str) -> int:
         """Count a tensor's storage for this kind unless it counts already; return its bytes then."""
         storage = find_storage(tensor)
         return 0 if storage is None else self._claim_storage(*storage, kind)
 
-    def _claim_storage(self, key: Key, size: int, kind: Kind) -> int:
+    def _claim_storage(self, key: Key, size: int, kind: str) -> int:
         if key in self._kind_of or not key[0].startswith(self._device):
             return 0
         self._kind_of[key] = kind
@@ -295,7 +292,7 @@ class MemoryWalk:
             if one.key in seen:
                 continue
             seen.add(one.key)
-            name = self._find_module(one.order, one.operation)
+            name = self._find_module(one.order)
             totals[name] += one.num_bytes
             operations.setdefault(name, Counter())[one.operation] += one.num_bytes
         return tuple(
@@ -304,10 +301,10 @@ class MemoryWalk:
             if size
         )
 
-    def _find_module(self, order: int, operation: str) -> str:
+    def _find_module(self, order: int) -> str:
         if self._neighbours is None:
             return ""
-        name = self._neighbours.find(order, operation)
+        name = self._neighbours.find(order)
         # In a forward, what follows the last parameter belongs to what is running, and is no loss yet.
         return self._running if name == OUTSIDE and self._running is not None else name
 
@@ -331,7 +328,7 @@ class MemoryWalk:
         for tensor in self._objects.tensors:
             self._claim(tensor, "other tensors")
 
-    def _measure(self, kinds: dict[Kind, int], request: int) -> int:
+    def _measure(self, kinds: dict[str, int], request: int) -> int:
         """Enter the request, what the process had from its start, and the rest; return the measured total."""
         tensors = sum(kinds.values())
         if self._device != "cpu":
@@ -350,11 +347,10 @@ class MemoryWalk:
 
     def _add_processes(
         self,
-        kinds: dict[Kind, int],
+        kinds: dict[str, int],
         use: Use | None,
         total: int,
         workers: Sequence[int],
-        peers: dict[int, int],
     ) -> int:
         """Enter other processes, where a limit holds for all of them; return their bytes."""
         if use is None or use.kind not in ("cgroup", "machine"):
@@ -362,11 +358,8 @@ class MemoryWalk:
         if use.kind == "machine" and use.used + kinds["request"] < _NEARLY * use.limit:
             return 0  # It is something else that ran short.
         kinds["loader workers"] = sum(map(count_private, workers))
-        if use.kind == "cgroup":
-            # By the group's own count: pages that forks share count once there.
-            kinds["other processes"] = max(0, use.used - total - kinds["loader workers"])
-        else:
-            kinds["other processes"] = sum(peers.values())
+        # By the limit's own count: pages that forks share count once there.
+        kinds["other processes"] = max(0, use.used - total - kinds["loader workers"])
         return kinds["loader workers"] + kinds["other processes"]
 
 

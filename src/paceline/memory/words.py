@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.memory.account import KINDS, Account, Holder, ModuleMemory
 from paceline.memory.advice import MemorySettings, Remedy, estimate_now, find_room, list_remedies
-from paceline.memory.causes import find_cause, find_growth, is_alone
+from paceline.memory.causes import find_cause, find_growth
 from paceline.memory.modules import OUTSIDE
 from paceline.phrases import join
 from paceline.units import format_bytes
@@ -14,8 +14,6 @@ from paceline.units import format_bytes
 CODE = "PL914"
 _MANY = 3
 _MANY_REMEDIES = 4
-# A wider range than this is given with both ends.
-_WIDE = 1.05
 # Smaller parts are summed up in the last line.
 _LEAST = 0.01
 _LIMITS = {
@@ -47,11 +45,7 @@ def describe_without_remedies(account: Account) -> str:
 
 def describe_remedy(remedy: Remedy) -> str:
     """Return a setting, what it saves, and whether that would have been enough."""
-    enough = "not enough alone"
-    if remedy.fits:
-        enough = "would have fitted"
-        if remedy.most > _WIDE * remedy.least > 0:
-            enough += f" in {format_bytes(remedy.least)} to {format_bytes(remedy.most)}"
+    enough = "would have fitted" if remedy.fits else "not enough alone"
     return f"{remedy.words}: saves about {format_bytes(remedy.saves)}, {enough}."
 
 
@@ -91,7 +85,7 @@ def describe_cause(account: Account) -> str:
 
 
 def _size(account: Account, kind: str) -> str:
-    return format_bytes(account.get(kind))  # type: ignore[arg-type]
+    return format_bytes(account.get(kind))
 
 
 def _count_state(account: Account) -> int:
@@ -168,8 +162,3 @@ def _describe_growth(account: Account) -> Iterator[str]:
     else:
         several = "s" * (steps.count > 1)
         yield f"{steps.count} step{several} had fitted, in at most {format_bytes(steps.peak)}."
-    if is_alone(account):
-        yield (
-            "This rank is alone: the other ranks of its node hold "
-            f"{format_bytes(max(account.peers))} at most, so its data differs, not its model."
-        )

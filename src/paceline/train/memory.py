@@ -33,7 +33,7 @@ class MemoryErrors:
 
     def __init__(self, world: World, layout: Layout, dtype: str) -> None:
         self._world = world
-        self._settings = MemorySettings(0, True, layout.recompute != "none", dtype, layout.dp)
+        self._settings = MemorySettings(0, layout.recompute != "none", dtype, layout.dp)
         STEPS.install(torch)
 
     @contextmanager
