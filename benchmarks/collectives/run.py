@@ -110,8 +110,7 @@ def _end(rank: subprocess.Popen[str]) -> None:
 def write_table() -> str:
     """Return the table of all results."""
     lines = [
-        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median",
-        "time of a call and, in brackets, how far the line through the two sizes around it is off.",
+        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median time of a call.",
         "",
     ]
     found = {name: json.loads(path.read_text()) for name in SETTINGS if (path := _path(name)).exists()}
@@ -125,16 +124,13 @@ def write_table() -> str:
     for operation, size in sorted(keys, key=lambda key: (operations.index(key[0]), key[1])):
         row = [_cell(cells[name].get((operation, size))) for name in found]
         lines.append(f"| {operation} | {size or '-'} | " + " | ".join(row) + " |")
-    shares = [f"{t['median_error']:.0%}, {t['near_share']:.0%}" for t in found.values()]
-    lines.append("| **median error, within 15%** | | " + " | ".join(shares) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
-    error = "" if cell["error"] is None else f" ({cell['error']:+.0%})"
-    return f"{cell['time_s']['median'] * 1e3:.3g} ms{error}"
+    return f"{cell['time_s']['median'] * 1e3:.3g} ms"
 
 
 def _path(name: str) -> Path:
@@ -148,7 +144,7 @@ def main(names: list[str]) -> None:
         found = measure(SETTINGS[name], *SETTINGS[name].words)
         _path(name).parent.mkdir(exist_ok=True)
         _path(name).write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{name}: median error {found['median_error']:.0%}, {found['near_share']:.0%} within 15%")
+        print(name)
     (ROOT / "docs" / "tables" / "collectives.md").write_text(write_table())
 
 

@@ -5,18 +5,12 @@ alternate, in turns of opposite order, so that a machine that slows down affects
 
 Algorithm bandwidth is size / time, and bus bandwidth that times the operation's factor, as nccl-tests define
 them (doc/PERFORMANCE.md). Sizes are those of `paceline.plan.calls`, and rank 0 is the root.
-
-A size that was not measured takes the time on the line through the two measured sizes around it: a latency
-and a bandwidth, other ones where the library changes its algorithm or a cache is full. Each inner size is
-held against the line through its neighbours. Times derived from messages around a ring, by the steps of
-gloo's algorithms, were off by 22% to 49%.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +29,6 @@ SIZES = (64, 4096, 65536, 1 << 20, 8 << 20)
 _CELL_S = 3.0
 _FEWEST = 5
 _WARM_UP = 2
-NEAR = 0.15
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,6 @@ class Cell:
         time_s: from a barrier to the slowest rank's end.
         algorithm_bytes_per_s: size over median time; None for a barrier.
         bus_bytes_per_s: that times the operation's factor; None for a barrier.
-        fitted_s: from the two sizes around it, without its own time; None for the smallest and the largest.
-        error: fitted over median, less 1.
     """
 
     operation: str
@@ -57,8 +48,6 @@ class Cell:
     time_s: Spread
     algorithm_bytes_per_s: float | None
     bus_bytes_per_s: float | None
-    fitted_s: float | None
-    error: float | None
 
 
 @dataclass(frozen=True)
@@ -70,8 +59,6 @@ class Collectives:
         hosts: the nodes' host names.
         backend: that carried the calls.
         cells: by operation and size.
-        median_error: of the absolute errors of the inner sizes; None without such sizes.
-        near_share: share of them with an absolute error of at most 15%.
         num_cores: cores that rank 0 may use.
     """
 
@@ -79,8 +66,6 @@ class Collectives:
     hosts: tuple[str, ...]
     backend: str
     cells: list[Cell]
-    median_error: float | None
-    near_share: float | None
     num_cores: int
 
 
@@ -113,14 +98,11 @@ def _run(sizes: Sequence[int], repeats: int) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
         hosts, nodes = find_nodes()
         cells = _measure_cells(world, sizes, repeats)
-        errors = [abs(cell.error) for cell in cells if cell.error is not None]
         return Collectives(
             nodes=nodes,
             hosts=hosts,
             backend=world.backend,
             cells=cells,
-            median_error=statistics.median(errors) if errors else None,
-            near_share=sum(error <= NEAR for error in errors) / len(errors) if errors else None,
             num_cores=usable_cores(),
         )
 
@@ -191,28 +173,14 @@ def _measure_cells(world: World, sizes: Sequence[int], repeats: int) -> list[Cel
             if turn < wanted[cell]:
                 times[cell].append(_time(calls[cell]))
     order = [*BUS_FACTORS, "barrier"]
-    found = []
-    for name, num_bytes in sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1])):
-        others = {
-            size: statistics.median(s) for (n, size), s in times.items() if n == name and size != num_bytes
-        }
-        found.append(_describe_cell(name, num_bytes, times[name, num_bytes], world.world_size, others))
-    return found
+    return [
+        _describe_cell(name, num_bytes, times[name, num_bytes], world.world_size)
+        for name, num_bytes in sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
+    ]
 
 
-def fit(times: Mapping[int, float], num_bytes: int) -> float | None:
-    """Return the seconds of a call of a size between two measured ones, or None outside of them."""
-    below, above = ([size for size in times if (size < num_bytes) == is_less] for is_less in (True, False))
-    if not below or not above:
-        return None
-    low, high = max(below), min(above)
-    return times[low] + (times[high] - times[low]) * (num_bytes - low) / (high - low)
-
-
-def _describe_cell(
-    name: str, num_bytes: int, times: Sequence[float], num_ranks: int, others: Mapping[int, float]
-) -> Cell:
-    taken, fitted_s, factor = Spread.of(times), fit(others, num_bytes), BUS_FACTORS.get(name)
+def _describe_cell(name: str, num_bytes: int, times: Sequence[float], num_ranks: int) -> Cell:
+    taken, factor = Spread.of(times), BUS_FACTORS.get(name)
     rate = None if factor is None else num_bytes / taken.median
     return Cell(
         operation=name,
@@ -220,6 +188,4 @@ def _describe_cell(
         time_s=taken,
         algorithm_bytes_per_s=rate,
         bus_bytes_per_s=None if rate is None or factor is None else rate * factor(num_ranks),
-        fitted_s=fitted_s,
-        error=None if fitted_s is None else fitted_s / taken.median - 1,
     )

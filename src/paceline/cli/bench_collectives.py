@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from paceline.bench.collectives import Cell, Collectives
 
 _DESCRIPTION = """
-Measures each collective at each size: time, algorithm and bus bandwidth as nccl-tests define them, and the
-time that follows from the two sizes around it. Runs on the CPU with gloo. Started by torchrun or `paceline
-run -m paceline bench collectives`, it joins their ranks.
+Measures each collective at each size: time, and algorithm and bus bandwidth as nccl-tests define them.
+Runs on the CPU with gloo. Started by torchrun or `paceline run -m paceline bench collectives`, it joins their
+ranks.
 """
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _MOST_BYTES = 1 << 32
@@ -85,10 +85,12 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def describe_collectives(found: Collectives) -> str:
-    """Return a row per operation and size, and how far sizes are off the line through their neighbours."""
-    rows: list[tuple[str, ...]] = [("operation", "size", "time", "algbw", "busbw", "from other sizes")]
+    """Return a row per operation and size."""
+    rows: list[tuple[str, ...]] = [("operation", "size", "time", "algbw", "busbw")]
     rows += [_describe_cell(cell) for cell in found.cells]
-    return "\n\n".join([_describe_ranks(found), format_rows(rows), _summarise(found)])
+    return "\n\n".join(
+        [_describe_ranks(found), format_rows(rows), "Slow links and nodes: paceline doctor --nnodes N."]
+    )
 
 
 def _describe_ranks(found: Collectives) -> str:
@@ -110,19 +112,8 @@ def _describe_cell(cell: Cell) -> tuple[str, ...]:
         f"{format_seconds(taken.median)} ({format_seconds(taken.low)} to {format_seconds(taken.high)})",
         _rate(cell.algorithm_bytes_per_s),
         _rate(cell.bus_bytes_per_s),
-        "-" if cell.fitted_s is None else f"{format_seconds(cell.fitted_s)} ({cell.error:+.0%})",
     )
 
 
 def _rate(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{bytes_per_s / 1e6:.4g} MB/s"
-
-
-def _summarise(found: Collectives) -> str:
-    end = "Slow links and nodes: paceline doctor --nnodes N."
-    if found.median_error is None:
-        return end
-    return (
-        f"A size from the two around it: median error {found.median_error:.0%}, "
-        f"{found.near_share:.0%} within 15%\n{end}"
-    )
