@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 from paceline.cli import plan
 from paceline.errors import PacelineError
 from paceline.plan.cluster import list_processors
+from paceline.plan.fit import load_fit
 
 LLAMA = """
 [model]
@@ -74,19 +75,19 @@ def test_a_plan_names_layout_interval_memory_and_reasons(
         assert words in out, words
 
 
-def test_a_peak_that_published_runs_would_exceed_is_warned_of(
+def test_a_layout_fits_if_the_upper_end_of_published_peaks_does(
     llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--cluster", "8 H100-80", "--layout", "dp_shard=8 recompute=block dp_replicate=1")
     (row,) = as_table(capsys, llama, *words)["fitting"]  # type: ignore[misc]
-    count = (row["memory_low_bytes"] + row["memory_high_bytes"]) / 2e9
-    said = rf"80% of published peaks, .* give ({count * 0.818:.1f}) to ({count * 1.437:.1f}) GB\."
-    # A limit that the count fits, and that 1.437 times the count does not.
-    for limit, warned in ((count * 1.1, True), (count * 1.5, False)):
-        assert run(llama, *words, "--memory", f"{limit:.2f}") == 0
+    count = sum(row["memory_terms"].values())
+    low, high = (math.exp(end) for end in load_fit()["bars"]["memory"]["0.8"])
+    assert (row["memory_low_bytes"], row["memory_high_bytes"]) == pytest.approx((low * count, high * count))
+    for factor, fits in ((high * 1.02, True), (high * 0.98, False), (0.98, False)):
+        assert run(llama, *words, "--memory", f"{factor * count / 1e9:.3f}") == (not fits)
         out = capsys.readouterr().out
-        assert re.search(said, out), out
-        assert ("train a step before you rent them" in out) == warned
+        assert f"{low * count / 1e9:.1f} to {high * count / 1e9:.1f}" in out, out
+        assert ("train a step of it" in out) == (not fits and factor > 1), out
 
 
 def test_what_does_not_train_is_counted_apart_and_refused_where_it_is_all(

@@ -77,8 +77,8 @@ def brute_force(computes: list[float], gathers: list[float], sums: list[float], 
             q for q in queue if q[0] == "gather" and gathered[q[1]] == math.inf and q[1] <= place + ahead
         ]:
             assert kind == "gather"
-            wire = max(wire, now) + gathers[k]
-            gathered[k] = wire
+            wire = max(wire, now) + gathers[k] if gathers[k] else wire
+            gathered[k] = wire if gathers[k] else 0.0  # whole already
         now = max(now, gathered[place]) + computes[place]
         ends[place] = now
         if sums[place]:

@@ -40,7 +40,7 @@ _ROWS, _WIDTHS = (64, 512, 4096), (64, 256, 1024, 4096)
 _MOST_FLOPS = {"cpu": 4e9, "cuda": 1e13}
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_SAMPLE_S = 0.02
+_SAMPLE_S, _MOST_CALLS = 0.02, 10_000
 _REPEATS = 5
 # Beyond the caches of most processors, with the other ranks.
 _COPY_BYTES = 64 << 20
@@ -173,8 +173,9 @@ def _chain(world: World) -> Callable[[], object]:
 
 def _time(world: World, call: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
     """Return the seconds of a call, repeated as often as a sample lasts; all ranks begin together."""
-    once_s = _run_often(world, call, 1)
-    times = max(1, min(200, int(_agree(world, _SAMPLE_S / max(once_s, 1e-7)))))
+    # The first call allocates, and a short sample would show whether the rank was interrupted.
+    once_s = min(_run_often(world, call, 1) for _ in range(3))
+    times = max(1, min(_MOST_CALLS, int(_agree(world, _SAMPLE_S / max(once_s, 1e-7)))))
     if world.world_size > 1:
         dist.barrier()
     return [_run_often(world, call, times) for _ in range(repeats)]

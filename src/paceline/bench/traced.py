@@ -55,8 +55,8 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
         num_ranks: of the cluster.
 
     Raises:
-        PacelineError: PL934 for functions that are not there or fail, PL938 for a forward that needs numbers,
-            PL939 for a batch that no samples can be counted in.
+        PacelineError: PL934 for functions that are not there or fail and for a model without a trained
+            parameter, PL938 for a forward that needs numbers, PL939 for a batch without samples to count.
     """
     build, make = load_function(target), load_function(batch)
     try:
@@ -73,6 +73,13 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
     except Exception as error:
         raise _refuse_function(batch, f"it failed ({type(error).__name__}: {first_line(error)})") from error
     samples = _count_samples(example, batch)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PacelineError(
+            "PL934",
+            saw=f"{target} builds a {type(model).__name__} without a parameter that requires a gradient.",
+            rule="A plan is of training, and an optimizer step changes at least one parameter.",
+            fix="Set requires_grad of what you train, inside the function.",
+        )
     return trace_costs(model.train(), example, samples, global_batch or samples * num_ranks)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 NAME = "layouts"
 _FILE = "cluster.toml"
 _MOST_FALLEN = 8
+_PEAKS = "80% of published peaks, relative to their count"
 _DESCRIPTION = """
 Computes the memory and the step time of every legal layout of a model on a cluster that may not exist yet.
 Prints the fastest that fit, with the interval in which the measured time should be, and the reasons against
@@ -68,6 +68,12 @@ def add_layouts(kinds: Any) -> None:
         "--recorded", metavar="PROFILE", type=Path,
         help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
     )  # fmt: skip
+    add_recipe_words(parser)
+    parser.set_defaults(run=run)
+
+
+def add_recipe_words(parser: argparse.ArgumentParser) -> None:
+    """Add what every plan of a recipe takes."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="overrides a key of the recipe, for example model.layers=80; may be given several times",
@@ -76,7 +82,6 @@ def add_layouts(kinds: Any) -> None:
         "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,15 +181,7 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
             )
         from paceline.bench.traced import plan_module
 
-        costs, rules = plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
-        if not costs.num_parameters:
-            raise PacelineError(
-                "PL934",
-                saw=f"{args.target} builds a {costs.name} without a parameter that requires a gradient.",
-                rule="A plan is of training, and an optimizer step changes at least one parameter.",
-                fix="Set requires_grad of what you train, inside the function.",
-            )
-        return costs, rules
+        return plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
     raise PacelineError(
         "PL934",
         saw=f"the target {args.target!r}.",
@@ -328,12 +325,8 @@ def _describe_best(found: Plan, best: Candidate, bar: Interval, room: float) -> 
             for name, num in best.demand.terms.items()
             if abs(num) >= 5e6
         )
-        + f" GB; libraries and pieces: up to {best.demand.high / 1e9:.1f} of {room / 1e9:.1f} GB"
+        + f" GB; {_PEAKS}: {best.demand.low / 1e9:.1f} to {best.demand.high / 1e9:.1f} of {room / 1e9:.1f} GB"
     )
-    if not found.cluster.processor.is_cpu:
-        low, high = (best.demand.total * math.exp(end) / 1e9 for end in fit["bars"]["memory"]["0.8"])
-        tight = " That is more than there is: train a step before you rent them." if high * 1e9 > room else ""
-        yield f"  80% of published peaks, relative to their count, give {low:.1f} to {high:.1f} GB.{tight}"
     yield (
         f"  how certain: the interval holds {bar.level:.0%} of the {fit['rows']} published steps, each "
         f"publication predicted without its own rows (median error {fit['median_error']:.1%})"
@@ -358,8 +351,10 @@ def _describe_shortage(found: Plan, room: float) -> Iterator[str]:
     else:
         demand = found.smallest.demand
         yield f"Nothing fits {room / 1e9:.1f} GB. Least memory: {found.smallest.layout}"
-        yield f"takes up to {demand.high / 1e9:.1f} GB:"
+        yield f"takes {demand.low / 1e9:.1f} to {demand.high / 1e9:.1f} GB ({_PEAKS}):"
         yield "  " + ", ".join(f"{name} {num / 1e9:.2f}" for name, num in demand.terms.items()) + " GB"
+        if demand.total <= room:
+            yield f"The count of {demand.total / 1e9:.1f} GB fits: train a step of it before you rent more."
     yield from (f"  {family}: {why}" for family, why in list(found.fallen.items())[:_MOST_FALLEN])
     if len(found.fallen) > _MOST_FALLEN:
         yield f"  and {len(found.fallen) - _MOST_FALLEN} kinds that need more"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.cli.bench_report import format_rows
+from paceline.cli.plan_layouts import add_recipe_words
 from paceline.units import format_seconds
 
 
@@ -26,12 +27,7 @@ def add_links(kinds: Any) -> None:
         help="of a step without communication, as `step_s` in the metrics of a run on one node",
     )  # fmt: skip
     parser.add_argument("--nodes", metavar="N", type=int, default=2, help="default 2")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="overrides a key of the recipe; may be given several times")  # fmt: skip
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    add_recipe_words(parser)
     parser.set_defaults(run=run)
 
 

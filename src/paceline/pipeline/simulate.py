@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
 
@@ -63,14 +64,19 @@ class Simulation:
     Attributes:
         spans: by rank, in order.
         total: the time of the step.
-        most_kept: by rank, the most activations that it keeps at once.
+        costs: of the actions.
         stuck: the actions at which ranks wait for ever, by rank; empty if the schedule ends.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     total: Time
-    most_kept: tuple[float, ...]
+    costs: Costs
     stuck: dict[int, Action]
+
+    @cached_property
+    def most_kept(self) -> tuple[float, ...]:
+        """The most activations that each rank keeps at once."""
+        return tuple(count_kept(own, self.costs) for own in self.spans)
 
     @property
     def busy(self) -> Time:
@@ -124,8 +130,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         for rank, (own, place) in enumerate(zip(schedule.actions, places, strict=True))
         if place < len(own)
     }
-    kept = tuple(count_kept(own, costs) for own in spans)
-    return Simulation(tuple(map(tuple, spans)), max(free), kept, stuck)
+    return Simulation(tuple(map(tuple, spans)), max(free), costs, stuck)
 
 
 def count_kept(spans: Sequence[Span], costs: Costs) -> float:

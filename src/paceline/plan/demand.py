@@ -1,32 +1,30 @@
 """Counts the memory of a rank at its fullest instant, term by term: `Demand`.
 
 State comes from `plan_memory`. Activations are those that autograd keeps, of as many microbatches as the
-schedule has under way. Nothing is fitted; what no arithmetic gives has a range:
-
-- the libraries' own: a CUDA context of 0.4 to 0.8 GB, and 0.05 to 0.4 GB per process group of NCCL (its
-  channels' buffers grow with peers; `NCCL_BUFFSIZE` is 4 MiB each). A CPU rank: 0.25 to 0.5 GB for Python and
-  torch;
-- pieces that the allocator cannot use: up to 6% of what comes and goes.
+schedule has under way. The libraries' own memory is taken in the middle of what is known: 0.4 to 0.8 GB for a
+CUDA context, 0.05 to 0.4 GB per process group of NCCL (its channels' buffers grow with peers;
+`NCCL_BUFFSIZE` is 4 MiB each), and 0.25 to 0.5 GB for Python and torch of a CPU rank. Nothing is fitted; the
+interval around the count is that of published peaks (`fit.find_memory_interval`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.simulate import simulate
 from paceline.plan.cluster import Cluster
 from paceline.plan.costs import ModelCosts, ModelPart
+from paceline.plan.fit import find_memory_interval
 from paceline.plan.memory import Instant, Memory, plan_memory
-from paceline.plan.step import cut_stages
+from paceline.plan.step import cut_stages, name_stage
 from paceline.recipe import Layout
 
-_CONTEXT = (0.4e9, 0.8e9)
-_COMMUNICATOR = (0.05e9, 0.4e9)
-_CPU_PROCESS = (0.25e9, 0.5e9)
-_PIECES = 0.06
+# The instants at which a rank is fullest.
+_FULLEST: tuple[Instant, ...] = ("after_forward", "after_step")
+_CONTEXT, _COMMUNICATOR, _CPU_PROCESS = 0.6e9, 0.225e9, 0.375e9
 
 
 @dataclass(frozen=True)
@@ -37,19 +35,26 @@ class Demand:
         terms: bytes by kind, in the order of the step.
         instant: the name of the instant.
         stage: the stage of pp that the rank has first.
-        low, high: ends of the total.
     """
 
     terms: dict[str, float]
     instant: str
     stage: int
-    low: float
-    high: float
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of the terms."""
+        return sum(self.terms.values())
 
     @property
-    def total(self) -> float:
-        """The sum of the terms, libraries and pieces at half of their range."""
-        return (self.low + self.high) / 2
+    def low(self) -> float:
+        """The lower end of the interval."""
+        return self.total * find_memory_interval()[0]
+
+    @property
+    def high(self) -> float:
+        """The upper end of the interval, which must fit."""
+        return self.total * find_memory_interval()[1]
 
 
 class Demands:
@@ -67,12 +72,16 @@ class Demands:
         held: tuple[float, ...] = (1.0,)
         if layout.pp > 1:
             homes, held = _hold(layout.schedule, layout.pp, min(num, 2 * layout.pp), layout.chunks)
-        found = []
+        # Of ranks with equal stages, the one that holds the most microbatches is the fullest.
+        fullest: dict[tuple[object, ...], tuple[float, int, list[ModelPart]]] = {}
         for rank in dict.fromkeys(homes):
             own = [stage for stage, home in enumerate(homes) if home == rank]
             parts = [part for stage in own for part in stages[stage]]
-            found.append(self._fill(parts, layout, num, held[rank] / len(own), own[0]))
-        return max(found, key=lambda demand: demand.high)
+            one = (held[rank] / len(own), own[0], parts)
+            kind = name_stage(parts)
+            fullest[kind] = max(fullest.get(kind, one), one, key=lambda each: each[0])
+        found = [self._fill(parts, layout, num, most, stage) for most, stage, parts in fullest.values()]
+        return max(found, key=lambda demand: demand.total)
 
     def _fill(self, parts: list[ModelPart], layout: Layout, num: int, held: float, stage: int) -> Demand:
         costs = self.costs
@@ -100,17 +109,21 @@ class Demands:
         width = costs.sizes.parameter
         update = 0.0 if self.cluster.processor.is_cpu else numbers / layout.dp_shard * width
         frozen = sum(part.frozen_bytes for part in parts) / (layout.dp_shard if layout.zero == 3 else 1)
+        libraries = _CPU_PROCESS
+        if not self.cluster.processor.is_cpu:
+            groups = len(layout.list_several()) + (layout.num_ranks > 1)
+            libraries = _CONTEXT + groups * _COMMUNICATOR
         forward, after = state["after_forward"], state["after_step"]
         temporary = max(again + work, loss)
         options = {
             "backward begins": _terms(
                 forward, activations=activations, temporary=temporary, copies=copies,
-                whole_stages=gathered, buffers=buffers, frozen=frozen,
+                whole_stages=gathered, buffers=buffers, frozen=frozen, libraries=libraries,
             ),
-            "update": _terms(after, update=update, frozen=frozen),
+            "update": _terms(after, update=update, frozen=frozen, libraries=libraries),
         }  # fmt: skip
         instant, terms = max(options.items(), key=lambda item: sum(item[1].values()))
-        return self._with_range(terms, layout, instant, stage)
+        return Demand(terms, instant, stage)
 
     def _keep(self, part: ModelPart, layout: Layout) -> float:
         """Return the bytes that one sample keeps in a part."""
@@ -120,56 +133,29 @@ class Demands:
         kept = part.kept_selective if part.input_bytes and layout.recompute == "selective" else part.kept
         return kept.divide(layout.tp, sequence=layout.sequence)
 
-    def _add_states(self, parts: list[ModelPart], layout: Layout, num: int) -> dict[Instant, Memory]:
+    def _add_states(
+        self, parts: list[ModelPart], layout: Layout, num: int
+    ) -> dict[Instant, dict[str, float]]:
         """Return the state of all parts; it is a sum over parameters, so equal blocks are counted once."""
-        counts = Counter((id(part.products), id(part) if not part.input_bytes else 0) for part in parts)
-        by_key = {(id(part.products), id(part) if not part.input_bytes else 0): part for part in parts}
+        kinds = name_stage(parts)
+        by_key = dict(zip(kinds, parts, strict=True))
         words = (
-            layout.tp,
-            layout.dp_shard,
-            layout.zero,
-            layout.ep,
-            layout.num_replicas > 1,
-            num,
-            layout.offload,
+            *(layout.tp, layout.dp_shard, layout.zero, layout.ep, layout.num_replicas > 1),
+            *(num, layout.offload),
         )
-        total: dict[Instant, Memory] = {}
-        for key, count in counts.items():
+        total: dict[Instant, dict[str, float]] = {instant: Counter() for instant in _FULLEST}
+        for key, count in Counter(kinds).items():
             state = self._states.get((key, words))
             if state is None:
                 sizes = replace(self.costs.sizes, num_microbatches=num)
                 state = self._states[key, words] = plan_memory(by_key[key].parameters, layout, sizes)
-            for instant, memory in state.items():
-                before = total.get(instant, Memory())
-                total[instant] = Memory(
-                    before.parameters + count * memory.parameters,
-                    before.gathered + count * memory.gathered,
-                    before.gradients + count * memory.gradients,
-                    before.set_aside + count * memory.set_aside,
-                    before.optimizer + count * memory.optimizer,
-                    before.offloaded + count * memory.offloaded,
-                )
+            for instant, terms in total.items():
+                for name, num_bytes in vars(state[instant]).items():
+                    terms[name] += count * num_bytes * (-1 if name == "offloaded" else 1)
         return total
 
-    def _with_range(self, terms: dict[str, float], layout: Layout, instant: str, stage: int) -> Demand:
-        sure = sum(terms.values())
-        moving = sum(
-            terms.get(key, 0.0) for key in ("activations", "temporary", "gathered", "whole_stages", "buffers")
-        )
-        if self.cluster.processor.is_cpu:
-            low, high = _CPU_PROCESS
-        else:
-            several = len(layout.list_several()) + (layout.num_ranks > 1)
-            low, high = (c + several * n for c, n in zip(_CONTEXT, _COMMUNICATOR, strict=True))
-        return Demand(terms, instant, stage, sure + low, sure + high + _PIECES * moving)
 
-
-def _terms(memory: Memory, **others: float) -> dict[str, float]:
-    state = {
-        key: float(getattr(memory, key))
-        for key in ("parameters", "gathered", "gradients", "set_aside", "optimizer")
-    }
-    state["offloaded"] = -float(memory.offloaded)
+def _terms(state: dict[str, float], **others: float) -> dict[str, float]:
     return {key: value for key, value in (state | others).items() if value}
 
 

@@ -129,3 +129,10 @@ def find_interval(
     remarks = tuple(f"{each}: the interval is {_WIDER:g}x as wide" for each in unknown)
     low_s, high_s = (math.exp(end * factor) * predicted_s for end in (low, high))
     return Interval(predicted_s, low_s, high_s, level, remarks)
+
+
+@lru_cache(maxsize=1)
+def find_memory_interval() -> tuple[float, float]:
+    """Return the factors of a counted memory that hold 80% of published peaks, by publication left out."""
+    low, high = load_fit()["bars"]["memory"]["0.8"]
+    return math.exp(low), math.exp(high)

@@ -8,10 +8,10 @@ whole vector has the same size on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.plan.cluster import Cluster
+from paceline.plan.step import expose
 from paceline.plan.traffic import StepCall
 
 
@@ -71,27 +71,13 @@ def change_buckets(step: RecordedStep, bucket_bytes: float) -> RecordedStep:
 
 def project(step: RecordedStep, cluster: Cluster, contention: float) -> Projection:
     """Return the step on all ranks of a cluster."""
-    times = [
-        (cluster.time(call.operation, call.num_bytes, cluster.num_ranks), int(call.times))
-        for call in step.calls
-    ]
-    comm_s = sum(once * count for once, count in times)
-    # Small collectives outside of backward come first, the sums of gradients last.
-    hidden = _spread(times, step.backward_share, step.backward_s)
-    outside = comm_s * (1 - step.backward_share)
-    exposed = outside + hidden
-    exposed += contention * (comm_s - exposed)
-    if cluster.processor.is_cpu:
-        exposed = comm_s  # a CPU rank's cores send, too
+    times: list[float] = []
+    for call in step.calls:
+        once = cluster.time(call.operation, call.num_bytes, cluster.num_ranks)
+        times += [once] * int(call.times)
+    comm_s, share = sum(times), step.backward_share
+    pieces, nothing = [step.backward_s / len(times)] * len(times), [0.0] * len(times)
+    inside = [share * once for once in times]
+    exposed = expose(pieces, nothing, inside, 0, None if cluster.processor.is_cpu else contention)
+    exposed += (1 - share) * comm_s
     return Projection(cluster.num_ranks, step.work_s + exposed, comm_s, exposed)
-
-
-def _spread(times: Sequence[tuple[float, int]], share: float, backward_s: float) -> float:
-    """Return what calls that become ready evenly over backward take beyond its end."""
-    number = sum(count for _, count in times)
-    wire, at = 0.0, 0
-    for once, count in times:
-        for _ in range(count):
-            at += 1
-            wire = max(wire, backward_s * at / number) + once * share
-    return max(0.0, wire - backward_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,20 +151,29 @@ def search(
 def _refine(
     candidates: list[Candidate], step: StepModel, demands: Demands, rules: Rules, limit: float
 ) -> list[Candidate]:
-    """Return the candidates by time. Of those with pp, the first of each family and of all by a formula are
-    kept, and simulated under several schedules."""
+    """Return the candidates by time, those with pp simulated under several schedules.
+
+    Of those, the first two of each family and the first of all by a formula are kept, unless even without any
+    bubble they would be slower than another one of their family.
+    """
     candidates.sort(key=lambda candidate: candidate.seconds)
-    seen: dict[str, int] = {}
+    least: dict[str, float] = {}
+    seen: Counter[str] = Counter()
     found = []
     for place, candidate in enumerate(candidates):
-        seen[candidate.family] = seen.get(candidate.family, 0) + 1
+        time, family = candidate.time, candidate.family
+        assert time is not None
         if candidate.layout.pp == 1:
             found.append(candidate)
-        elif place < _MOST_REFINED or seen[candidate.family] <= _FEW:
+        elif place < _MOST_REFINED or seen[family] < _FEW:
+            seen[family] += 1
+            if time.least >= least.get(family, math.inf):
+                continue
             for layout in (candidate.layout, *_list_schedules(candidate.layout, rules)):
                 demand = demands.count(layout)
                 if demand.high <= limit:
                     found.append(Candidate(layout, demand, step.time(layout)))
+                    least[family] = min(least.get(family, math.inf), found[-1].seconds)
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
@@ -232,7 +242,7 @@ def _explain(
     found = {}
     for family, demand in sorted(least.items(), key=lambda item: item[1].high):
         if family not in fit:
-            found[family] = f"needs {demand.high / 1e9:.1f} GB of {limit / 1e9:.1f}"
+            found[family] = f"needs {demand.low / 1e9:.1f} to {demand.high / 1e9:.1f} GB of {limit / 1e9:.1f}"
     for axis in AXES:
         if any(axis.name in family.split() for family in least) or cluster.num_ranks == 1:
             continue
@@ -258,9 +268,13 @@ def vary(found: Plan, fit: Constants) -> list[tuple[str, Layout]]:
         calls = {key: (empty, rate * factor) for key, (empty, rate) in wire.calls.items()}
         changed: dict[str, Any] = {name: replace(wire, bytes_per_s=wire.bytes_per_s * factor, calls=calls)}
         step = StepModel(found.costs, replace(found.cluster, **changed), fit)
-        times = {each.layout: step.time(each.layout).total for each in found.best_by_family}
-        first = min(times, key=lambda layout: times[layout])
-        if times[best] > times[first] * (1 + found.tie / 4):
+        own_s = first_s = step.time(best).total
+        first = best
+        bounds = {c.layout: step.time(c.layout, by_formula=True).least for c in found.best_by_family}
+        for layout in sorted(bounds, key=bounds.__getitem__):
+            if bounds[layout] < first_s and (seconds := step.time(layout).total) < first_s:
+                first, first_s = layout, seconds
+        if own_s > first_s * (1 + found.tie / 4):
             rate = wire.bytes_per_s * factor * 8 / 1e9
             results.append((f"with {rate:.3g} Gbit/s per rank {name} nodes (x{factor:g})", first))
     return results

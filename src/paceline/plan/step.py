@@ -65,6 +65,11 @@ class StepTime:
         return math.fsum(vars(self).values())
 
     @property
+    def least(self) -> float:
+        """The part that no schedule of pp shortens."""
+        return self.total - self.bubble - self.other
+
+    @property
     def communication(self) -> float:
         """The terms that no single rank has."""
         return self.tp + self.cp + self.ep + self.data + self.bubble
@@ -110,22 +115,31 @@ class StepModel:
         num = costs.count_microbatches(layout.dp)
         samples = min(costs.microbatch, -(-costs.global_batch // layout.dp))
         stages = cut_stages(costs, layout, self._weigh(samples, layout))
-        works = [[self._work(part, samples, layout, strides) for part in stage] for stage in stages]
-        rank = [_Rank(self, layout, strides, own) for own in stages]
+        kinds = {name_stage(stage): stage for stage in stages}  # equal ones take equal times
+        works = {
+            kind: [self._work(part, samples, layout, strides) for part in stage]
+            for kind, stage in kinds.items()
+        }
+        ranks = {kind: _Rank(self, layout, strides, stage) for kind, stage in kinds.items()}
         if layout.pp == 1:
-            parts = works[0]
+            ((kind, parts),) = works.items()
             busy = num * sum(work.forward + work.backward for work in parts)
-            data = rank[0].count_data(parts, num)
+            data = ranks[kind].count_data(parts, num)
             bubble = 0.0
         else:
-            busy, bubble = self._pipeline(layout, strides, works, num, samples, by_formula=by_formula)
-            data = max(one.count_sums(own, num) for one, own in zip(rank, works, strict=True))
+            sums = {
+                kind: (sum(work.forward for work in own), sum(work.backward for work in own))
+                for kind, own in works.items()
+            }
+            each = [sums[name_stage(stage)] for stage in stages]
+            busy, bubble = self._pipeline(layout, strides, each, num, samples, by_formula=by_formula)
+            data = max(one.count_sums(works[kind], num) for kind, one in ranks.items())
         # The terms of the stage that computes longest.
-        longest = max(works, key=lambda parts: sum(work.forward + work.backward for work in parts))
+        longest = max(works.values(), key=lambda parts: sum(work.forward + work.backward for work in parts))
         times = num * (layout.num_stages // layout.pp if layout.pp > 1 else 1)
         waits = {axis: times * sum(w.waits.get(axis, 0.0) for w in longest) for axis in ("tp", "cp", "ep")}
         again = times * sum(work.again for work in longest)
-        optimizer = max(one.count_optimizer(own) for one, own in zip(rank, stages, strict=True))
+        optimizer = max(one.count_optimizer() for one in ranks.values())
         compute = busy - again - sum(waits.values())
         done = busy + data + bubble + optimizer
         straggle = self.fit.straggle * math.log2(max(1, layout.num_ranks // self.cluster.ranks_per_node))
@@ -226,15 +240,14 @@ class StepModel:
         self,
         layout: Layout,
         strides: dict[str, int],
-        works: list[list[_PartTime]],
+        works: list[tuple[float, float]],
         num: int,
         samples: float,
         *,
         by_formula: bool,
     ) -> tuple[float, float]:
-        """Return the busy seconds of the longest rank, and its waits."""
-        forward = [sum(work.forward for work in parts) for parts in works]
-        backward = [sum(work.backward for work in parts) for parts in works]
+        """Return the busy seconds of the longest rank, and its waits; `works` are by stage, both ways."""
+        forward, backward = zip(*works, strict=True)
         sent = self.costs.blocks[0].width_bytes * samples / layout.cp
         sent /= layout.tp if layout.sequence else 1
         message = self.cluster.time_message(sent, strides["pp"])
@@ -318,6 +331,11 @@ def cut_stages(costs: ModelCosts, layout: Layout, after: float = 0.0) -> list[tu
     return found
 
 
+def name_stage(parts: Sequence[ModelPart]) -> tuple[int, ...]:
+    """Return a key that stages of equal blocks share."""
+    return tuple(id(part.products) if part.input_bytes else id(part) for part in parts)
+
+
 class _Rank:
     """The communication of one stage's rank with its data ranks, and its optimizer."""
 
@@ -371,7 +389,8 @@ class _Rank:
         """Return the seconds of summing each part's gradients; DDP's in buckets."""
         width = self.step.costs.sizes.gradient_bytes
         if self.layout.dp_shard > 1:
-            return [self._sum(numbers * width) for numbers in self.numbers]
+            once = {numbers: self._sum(numbers * width) for numbers in set(self.numbers)}
+            return [once[numbers] for numbers in self.numbers]
         found, filled = [0.0] * len(self.numbers), 0.0
         for place in reversed(range(len(self.numbers))):
             filled += self.numbers[place] * width
@@ -381,28 +400,9 @@ class _Rank:
         return found
 
     def _expose(self, computes: list[float], gathers: list[float], sums: list[float]) -> float:
-        """Return what two streams take longer than computing alone.
-
-        A gather begins when the part `prefetch` places before it begins to compute; its part waits for it.
-        A sum begins when its part has computed. Both take turns on one stream.
-        """
-        costs, fit = self.step.costs, self.step.fit
-        sent = sum(gathers) + sum(sums)
-        if not sent:
-            return 0.0
-        if not costs.overlaps or self.step.cluster.processor.is_cpu:
-            return sent  # a CPU rank's cores send, too
-        now = wire = 0.0
-        ready: list[float] = []
-        for place, compute in enumerate(computes):
-            while len(ready) <= min(place + costs.prefetch, len(gathers) - 1):
-                wire = max(wire, now) + gathers[len(ready)]
-                ready.append(wire)
-            now = max(now, ready[place]) + compute
-            if sums[place]:
-                wire = max(wire, now) + sums[place]
-        exposed = max(now, wire) - sum(computes)
-        return exposed + fit.contention * max(0.0, sent - exposed)
+        costs, step = self.step.costs, self.step
+        hides = costs.overlaps and not step.cluster.processor.is_cpu
+        return expose(computes, gathers, sums, costs.prefetch, step.fit.contention if hides else None)
 
     def count_sums(self, works: list[_PartTime], num: int) -> float:
         """Return the seconds of a stage's gathers and sums under pp.
@@ -420,7 +420,7 @@ class _Rank:
             hidden = 0.0
         return max(0.0, sums - 0.5 * hidden) + max(0.0, gathers - 0.5 * hidden)
 
-    def count_optimizer(self, parts: Sequence[ModelPart]) -> float:
+    def count_optimizer(self) -> float:
         """Return the seconds of update and clipping: all is read, and all but gradients written."""
         sizes, chip = self.step.costs.sizes, self.step.cluster.processor
         own = sum(self.numbers) / self.layout.dp_shard
@@ -435,6 +435,42 @@ class _Rank:
                 degree = getattr(self.layout, axis)
                 total += self.step.cluster.time("all_reduce", 8, degree, self.strides[axis])
         return total
+
+
+def expose(
+    computes: Sequence[float],
+    gathers: Sequence[float],
+    sums: Sequence[float],
+    prefetch: int,
+    contention: float | None,
+) -> float:
+    """Return what two streams take longer than computing alone.
+
+    A gather begins when the part `prefetch` places before it begins to compute; its part waits for it. A sum
+    begins when its part has computed. Both take turns on one stream.
+
+    Args:
+        computes, gathers, sums: seconds by part, in the order of computing.
+        prefetch: parts that are gathered ahead.
+        contention: seconds that a second of hidden communication adds; None: nothing is hidden, as on CPU
+            ranks, whose cores send, too.
+    """
+    sent = sum(gathers) + sum(sums)
+    if not sent or contention is None:
+        return sent
+    now = wire = 0.0
+    ready: list[float] = []
+    for place, compute in enumerate(computes):
+        while len(ready) <= min(place + prefetch, len(gathers) - 1):
+            gather = gathers[len(ready)]
+            # A part that is whole already waits for no sum.
+            wire = max(wire, now) + gather if gather else wire
+            ready.append(wire if gather else 0.0)
+        now = max(now, ready[place]) + compute
+        if sums[place]:
+            wire = max(wire, now) + sums[place]
+    exposed = max(now, wire) - sum(computes)
+    return exposed + contention * max(0.0, sent - exposed)
 
 
 def find_rate(chip: Processor, rows: float, inner: float, columns: float, size: int) -> float:
