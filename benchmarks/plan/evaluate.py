@@ -21,6 +21,7 @@ from published import ROWS, Run, read_runs
 
 from paceline.plan.demand import Demands
 from paceline.plan.fit import Constants, find_quantiles
+from paceline.plan.search import find_limit
 from paceline.plan.step import StepModel
 
 TARGET = Path(__file__).parents[2] / "src" / "paceline" / "plan" / "fitted.json"
@@ -95,8 +96,7 @@ def main() -> None:
             runs.append(run)
         else:
             left[run] += 1
-    counted = [run for run in runs if run.peak_gb is not None]
-    runs = [run for run in runs if run.step_s]
+    everything, runs = runs, [run for run in runs if run.step_s]
     print(f"{len(runs)} rows; left out: " + ", ".join(f"{n} ({why})" for why, n in left.items()))
     start = Constants()
     if args.no_fit:
@@ -114,7 +114,9 @@ def main() -> None:
             errors |= dict(zip(map(id, held), predict(held, fit), strict=True))
     print("constants:", {key: float(f"{value:.3g}") for key, value in asdict(whole).items()})
     report(runs, errors)
-    memory = report_memory(counted)
+    print("\npredicted over measured, rows\n" + "\n".join(draw(list(errors.values()))))
+    memory = report_memory([run for run in everything if run.peak_gb is not None])
+    report_fits(everything, memory)
     if args.worst:
         for run in sorted(runs, key=lambda run: -abs(errors[id(run)]))[: args.worst]:
             print(
@@ -166,26 +168,46 @@ def report_memory(runs: list[Run]) -> dict[str, list[float]]:
     for run in runs:
         if run.peak_gb is not None:
             demand = Demands(run.costs, run.cluster(Constants())).count(run.layout)
-            rows.append((run, math.log(run.peak_gb * GIB / demand.total), demand))
+            rows.append((run, math.log(run.peak_gb * GIB / demand.total)))
     groups = defaultdict(list)
-    for run, error, demand in rows:
-        others = [(other, each) for other, each, _ in rows if other.publication != run.publication]
+    for run, error in rows:
+        others = [(other, each) for other, each in rows if other.publication != run.publication]
         low, high = find_quantiles([each for _, each in others], [other.source for other, _ in others], 0.8)
-        inside = demand.low <= demand.total * math.exp(error) <= demand.high
-        groups[run.source].append((-error, inside, low <= error <= high))
+        groups[run.source].append((-error, low <= error <= high))
     title = "peak memory (GiB), nothing fitted"
-    print(f"\n{title:<52}{'rows':>5}{'median':>8}{'p90':>7}{'ratio':>7}{'in range':>10}{'80% bar':>9}")
+    print(f"\n{title:<52}{'rows':>5}{'median':>8}{'p90':>7}{'ratio':>7}{'80% bar':>9}")
     every = [row for own in groups.values() for row in own]
     for source, own in [*sorted(groups.items()), ("all", every)]:
-        median, p90, ratio = describe([error for error, _, _ in own])
-        counted, held = (statistics.mean(row[k] for row in own) for k in (1, 2))
-        print(
-            f"{source[:51]:<52}{len(own):>5}{median:>8.1%}{p90:>7.0%}{ratio:>7.2f}{counted:>10.0%}{held:>9.0%}"
-        )
-    errors, names = [error for _, error, _ in rows], [run.source for run, _, _ in rows]
+        median, p90, ratio = describe([row[0] for row in own])
+        held = statistics.mean(row[1] for row in own)
+        print(f"{source[:51]:<52}{len(own):>5}{median:>8.1%}{p90:>7.0%}{ratio:>7.2f}{held:>9.0%}")
+    errors, names = [error for _, error in rows], [run.source for run, _ in rows]
     return {
         f"{level:g}": [round(x, 4) for x in find_quantiles(errors, names, level)] for level in (0.5, 0.8, 0.9)
     }
+
+
+def report_fits(runs: list[Run], memory: dict[str, list[float]]) -> None:
+    """Print how many of the published runs, all of which fitted, a plan would say to fit."""
+    counts = defaultdict(int)
+    for run in runs:
+        cluster = run.cluster(Constants())
+        total, room = Demands(run.costs, cluster).count(run.layout).total, find_limit(cluster)
+        for name, end in (("count", 0.0), ("upper end", memory["0.8"][1])):
+            counts[name] += total * math.exp(end) <= room
+    print(f"\nof {len(runs)} runs that fitted, the count fits in {counts['count']}, ", end="")
+    print(f"the upper end of the 80% bar in {counts['upper end']}")
+
+
+def draw(logs: list[float]) -> list[str]:
+    """Return a histogram of logarithms of ratios, four rows per doubling."""
+    places = [math.floor(4 * each / math.log(2)) for each in logs]
+    most = max(map(places.count, places))
+    return [
+        f"{2 ** (p / 4):>6.2f} to {2 ** ((p + 1) / 4):<6.2f}{places.count(p):>4} "
+        + "#" * round(50 * places.count(p) / most)
+        for p in range(min(places), max(places) + 1)
+    ]
 
 
 def write(runs: list[Run], errors: dict[int, float], fit: Constants, memory: dict[str, list[float]]) -> None:

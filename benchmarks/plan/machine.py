@@ -1,113 +1,220 @@
-"""Compares plans with measured steps on this machine: probes it, then trains each legal layout.
+"""Compares plans with measured steps on this machine: probes it, then trains each legal layout; needs root.
 
-    python benchmarks/plan/machine.py [--nproc 2] [--steps 30] [--write]
+    python benchmarks/plan/machine.py                  # measures the cases that machine.jsonl lacks
+    python benchmarks/plan/machine.py --limit 400      # begins no case after so many seconds
+    python benchmarks/plan/machine.py --report         # plans all measured cases anew, and prints the table
+    python benchmarks/plan/machine.py --report --write # also writes the interval of probed clusters
 
-For each model, every legal layout (one schedule, no recompute) is planned from the probe and then trained.
-`--write` adds the residuals to src/paceline/plan/fitted.json as the interval of probed clusters.
+A case is a model on 2, 4 or 8 ranks, on one node or on two with a link of 1 Gbit/s or 100 Mbit/s. Nodes
+are network namespaces. All legal layouts (one schedule, no recompute) are built in one start and take
+turns of a few steps, forwards and backwards through the list, so what else the machine does meets all of
+them. A case's row is added to machine.jsonl when it is complete; a rerun skips it. `paceline probe`
+measures the machine once for each number of ranks and link, just before its first case.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from paceline.plan.cluster import read_file
-from paceline.plan.fit import find_quantiles, load_constants
-from paceline.plan.recipe_costs import of_recipe
-from paceline.plan.step import StepModel
-from paceline.recipe import Rules, load_recipe
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+from evaluate import draw  # noqa: E402
+
+from paceline.plan.cluster import read_file  # noqa: E402
+from paceline.plan.fit import find_interval, find_quantiles, load_constants  # noqa: E402
+from paceline.plan.recipe_costs import of_recipe  # noqa: E402
+from paceline.plan.search import find_tie  # noqa: E402
+from paceline.plan.step import StepModel  # noqa: E402
+from paceline.recipe import Layout, Recipe, Rules, load_recipe  # noqa: E402
 
 MODELS = {
-    "small": ["model.layers=2"],
+    "small": ["model.layers=4"],
     "wide": ["model.layers=4", "model.hidden=256", "model.heads=8"],
-    "deep": ["model.layers=8", "model.hidden=128", "train.microbatch_size=2"],
+    "deep": ["model.layers=8", "model.hidden=128", "model.heads=8", "train.microbatch_size=2"],
 }
-RECIPE = Path(__file__).parents[2] / "recipes" / "gpt-stdlib.toml"
-TARGET = Path(__file__).parents[2] / "src" / "paceline" / "plan" / "fitted.json"
-PACELINE = (sys.executable, "-m", "paceline")
+LINKS = {"one node": (1, 0.0), "1 Gbit/s": (2, 1000.0), "100 Mbit/s": (2, 100.0)}
+RANKS = (2, 4, 8)
+RECIPE = ROOT / "recipes" / "gpt-stdlib.toml"
+ROWS, TARGET = HERE / "machine.jsonl", ROOT / "src" / "paceline" / "plan" / "fitted.json"
+STEPS, TURN_LIMIT_S = 2, 45.0
+LEVELS = (0.5, 0.8, 0.9)
 
 
-def measure(settings: list[str], layout: object, nproc: int, folder: Path) -> float | None:
-    """Return the median step of a training, None if it failed."""
-    words = [word for setting in settings for word in ("--set", setting)]
-    words += [word for pair in str(layout).split() for word in ("--set", f"layout.{_quote(pair)}")]
-    command = [
-        *PACELINE,
-        "train",
-        str(RECIPE),
-        "--nproc",
-        str(nproc),
-        "--out",
-        str(folder),
-        "--no-watch",
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr[-500:])
-        return None
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(row["step_s"] for row in rows[5:])
+@dataclass(frozen=True)
+class Case:
+    """A model on ranks and links."""
+
+    model: str
+    ranks: int
+    link: str
+
+    @property
+    def cluster_file(self) -> Path:
+        return HERE / "machine" / f"{self.ranks}-ranks-{self.link.replace(' ', '-').replace('/', '')}.toml"
+
+    def load(self, layout: str = "") -> Recipe:
+        words = [f"layout.{quote_setting(pair)}" for pair in layout.split()]
+        return load_recipe(str(RECIPE), [*MODELS[self.model], "train.device='cpu'", *words])
+
+    def list_layouts(self) -> list[str]:
+        return [str(layout) for layout in Rules.of(self.load()).enumerate(self.ranks)[0]]
 
 
-def _quote(pair: str) -> str:
+def quote_setting(pair: str) -> str:
+    """Return a word of a layout as a setting."""
     name, _, value = pair.partition("=")
     return pair if value.isdigit() or value in ("true", "false") else f'{name}="{value}"'
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    base = [f"train.steps={args.steps}", "train.eval_every=0", "train.eval_samples=16", "checkpoint.every=0",
-            "optimizer.warmup_steps=5"]  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "cluster.toml"
-        subprocess.run(
-            [*PACELINE, "probe", "--nproc", str(args.nproc), "--device", "cpu", "--out", str(file)],
-            check=True,
+def train(case: Case) -> None:
+    """Train all layouts in turns, as one rank; rank 0 prints the seconds of a step by layout and turn."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+    from paceline.data.task import build_data
+    from paceline.train.run import build_loader, build_trainer
+
+    with paceline.start(device="cpu", threads_per_rank=1) as world:
+        steps, data = {}, build_data(case.load())
+        for layout in case.list_layouts():
+            recipe = case.load(layout)
+            trainer = build_trainer(recipe, data, 10_000)
+            steps[layout] = trainer.step, iter(build_loader(recipe, trainer, data.train, train=True))
+        times: dict[str, list[float]] = {layout: [] for layout in steps}
+        began_s = time.perf_counter()
+        for turn in itertools.count():
+            turn_s = time.perf_counter()
+            for layout in steps if turn % 2 else list(steps)[::-1]:
+                step, batches = steps[layout]
+                dist.barrier()
+                start_s = time.perf_counter()
+                for _ in range(STEPS):
+                    step(next(batches))
+                dist.barrier()
+                if turn:  # the first one allocates
+                    times[layout].append((time.perf_counter() - start_s) / STEPS)
+            now_s = time.perf_counter()
+            spent = torch.tensor(now_s - began_s + 1.1 * (now_s - turn_s))
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            if turn and float(spent) > TURN_LIMIT_S:
+                break
+        if world.is_main:
+            print(json.dumps(times), flush=True)
+
+
+def measure(limit_s: float) -> None:
+    """Measure the cases that have no row yet."""
+    from tests.launching.nodes import why_no_nodes
+    from tests.launching.on_nodes import run_on_nodes
+
+    if reason := why_no_nodes():
+        raise SystemExit(f"nodes cannot be made here: {reason}")
+    began_s, done = time.perf_counter(), {case for case, _ in read_rows()}
+    for ranks, link, model in itertools.product(RANKS, LINKS, MODELS):
+        case, (nodes, mbit) = Case(model, ranks, link), LINKS[link]
+        if case in done:
+            continue
+        if time.perf_counter() - began_s > limit_s:
+            return
+        places = tuple(rank * nodes // ranks for rank in range(ranks))
+        file = case.cluster_file
+        if not file.exists() or "complete = true" not in file.read_text():
+            file.parent.mkdir(exist_ok=True)
+            print(run_on_nodes(places, mbit, [*PACELINE, "probe", "--device", "cpu", "--out", str(file)]))
+        load = os.getloadavg()[0]
+        words = [sys.executable, "-W", "ignore", __file__, "--rank", json.dumps([model, ranks, link])]
+        out = run_on_nodes(places, mbit, words)
+        found = [line for line in out.splitlines() if line.startswith("{")]
+        if not found:
+            print(f"{case}: no result\n{out[-2000:]}", flush=True)
+            continue
+        row = {"model": model, "ranks": ranks, "link": link, "load": load, "step_s": json.loads(found[-1])}
+        with ROWS.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+        print(f"{case} in {time.perf_counter() - began_s:.0f} s", flush=True)
+
+
+PACELINE = (sys.executable, "-m", "paceline")
+
+
+def read_rows() -> list[tuple[Case, dict[str, Any]]]:
+    """Return the measured cases with their rows."""
+    if not ROWS.exists():
+        return []
+    rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+    return [(Case(row["model"], row["ranks"], row["link"]), row) for row in rows]
+
+
+def report(*, writes: bool) -> None:
+    """Plan each measured case, and print residuals and picks."""
+    fit, residuals, names = load_constants(), [], []
+    over, held = [], 0
+    print(f"{'case':<24}{'layouts':>8}{'turns':>6}{'ratio':>7}{'range of ratios':>17}{'pick':>7}  pick; best")
+    for case, row in read_rows():
+        model = StepModel(of_recipe(case.load()), read_file(case.cluster_file), fit)
+        times = {Layout.parse(text).resolve(case.ranks): taken for text, taken in row["step_s"].items()}
+        planned = {layout: model.time(layout).total for layout in times}
+        taken = {layout: statistics.median(each) for layout, each in times.items()}
+        pick, best = min(planned, key=planned.__getitem__), min(taken, key=taken.__getitem__)
+        # Within a turn both met the same machine.
+        more = statistics.median(a / b for a, b in zip(times[pick], times[best], strict=True)) - 1
+        over.append(max(0.0, more))
+        bar = find_interval(planned[best], "probed")
+        held += bar.low_s <= taken[best] <= bar.high_s
+        ratios = sorted(taken[layout] / planned[layout] for layout in times)
+        residuals += [math.log(ratio) for ratio in ratios]
+        names += [str(case)] * len(ratios)
+        words = f"{case.model} {case.ranks} {case.link}"
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        turns = len(times[best])
+        print(
+            f"{words:<24}{len(times):>8}{turns:>6}{statistics.median(ratios):>7.2f}{spread:>17}{more:>+7.0%}"
+            f"  {pick}; {'the same' if pick == best else best}"
         )
-        cluster, fit = read_file(file), load_constants()
-        residuals, names = [], []
-        for model, settings in MODELS.items():
-            recipe = load_recipe(str(RECIPE), [*settings, *base])
-            legal, _ = Rules.of(recipe).enumerate(args.nproc)
-            step = StepModel(of_recipe(recipe), cluster, fit)
-            rows = []
-            for number, layout in enumerate(legal):
-                taken = measure([*settings, *base], layout, args.nproc, Path(name) / f"{model}-{number}")
-                if taken is not None:
-                    rows.append((step.time(layout).total, taken, layout))
-            rows.sort(key=lambda row: row[0])
-            best = min(taken for _, taken, _ in rows)
-            for predicted, taken, layout in rows:
-                residuals.append(math.log(taken / predicted))
-                names.append(model)
-                print(
-                    f"{model:<7}{predicted * 1e3:>9.1f} ms{taken * 1e3:>9.1f} ms"
-                    f"{predicted / taken - 1:>+7.0%}  {layout}"
-                )
-            print(
-                f"{model:<7}the pick takes {rows[0][1] / best - 1:.0%} longer than the best of {len(rows)}",
-                flush=True,
-            )
-        sizes = [abs(math.exp(-each) - 1) for each in residuals]
-        print(f"median error {statistics.median(sizes):.0%} of {len(sizes)}")
-        if args.write:
-            table = json.loads(TARGET.read_text())
-            table["bars"]["probed"] = {
-                f"{level:g}": [round(end, 4) for end in find_quantiles(residuals, names, level)]
-                for level in (0.5, 0.8, 0.9)
-            }
-            TARGET.write_text(json.dumps(table, indent=1) + "\n")
+    if not over:
+        return
+    errors = [abs(math.exp(-each) - 1) for each in residuals]
+    near, close = (sum(each <= limit for each in over) for limit in (0.05, 0.15))
+    print(f"\n{len(over)} cases: the pick is within 5% of the best in {near}, within 15% in {close},")
+    print(f"at worst {max(over):.0%} off; the best is inside of its interval in {held}")
+    median = statistics.median(errors)
+    print(f"{len(errors)} layouts: median error of the step {median:.0%}; a tie is {find_tie():.0%}")
+    print("\nmeasured over planned, layouts\n" + "\n".join(draw(residuals)))
+    if writes:
+        table = json.loads(TARGET.read_text())
+        ends = {f"{level:g}": find_quantiles(residuals, names, level) for level in LEVELS}
+        table["bars"]["probed"] = {key: [round(end, 4) for end in each] for key, each in ends.items()}
+        TARGET.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=float, default=math.inf)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        train(Case(*json.loads(args.rank)))
+    elif args.report:
+        report(writes=args.write)
+    else:
+        measure(args.limit)
 
 
 if __name__ == "__main__":
