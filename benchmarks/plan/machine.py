@@ -125,8 +125,6 @@ def measure(limit_s: float) -> None:
     began_s, done = time.perf_counter(), {case for case, _ in read_rows()}
     for ranks, link, model in itertools.product(RANKS, LINKS, MODELS):
         case, (nodes, mbit) = Case(model, ranks, link), LINKS[link]
-        if case in done:
-            continue
         if time.perf_counter() - began_s > limit_s:
             return
         places = tuple(rank * nodes // ranks for rank in range(ranks))
@@ -134,6 +132,8 @@ def measure(limit_s: float) -> None:
         if not file.exists() or "complete = true" not in file.read_text():
             file.parent.mkdir(exist_ok=True)
             print(run_on_nodes(places, mbit, [*PACELINE, "probe", "--device", "cpu", "--out", str(file)]))
+        if case in done:
+            continue
         load = os.getloadavg()[0]
         words = [sys.executable, "-W", "ignore", __file__, "--rank", json.dumps([model, ranks, link])]
         out = run_on_nodes(places, mbit, words)

@@ -9,7 +9,7 @@ interval around the count is that of published peaks (`fit.find_memory_interval`
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -143,7 +143,7 @@ class Demands:
             *(layout.tp, layout.dp_shard, layout.zero, layout.ep, layout.num_replicas > 1),
             *(num, layout.offload),
         )
-        total: dict[Instant, dict[str, float]] = {instant: Counter() for instant in _FULLEST}
+        total: dict[Instant, dict[str, float]] = {instant: defaultdict(float) for instant in _FULLEST}
         for key, count in Counter(kinds).items():
             state = self._states.get((key, words))
             if state is None:
