@@ -19,7 +19,7 @@ what is proved to hang, crash or be wrong. Errors and warnings make the exit cod
 """
 # The last ones are for `paceline run`: errors only, a line each, on standard error.
 _BESIDE = ("beside", "beside-json")
-_OF_NODES = ("PL012", "PL022", "PL055", "PL056")  # wrong on several nodes only
+_OF_NODES = ("PL022", "PL055", "PL056")  # wrong on several nodes only
 _FORMATS = ("text", "json", "sarif", "github")
 _MOST_BYTES = 1_000_000
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"

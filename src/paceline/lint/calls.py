@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+from dataclasses import replace
 from typing import Any
 
-from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit, known_length
+from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit
 from paceline.lint.names import canonical
-from paceline.lint.values import Taint, Value, constant, mix, unknown, words
+from paceline.lint.values import Taint, Value, mix, unknown, words
 
 # Positions of the tensor that is written, of the group and of the source or destination; the first name.
 COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
@@ -31,9 +31,6 @@ COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
     "monitored_barrier": (-1, 0, -1, ""),
 }
 TRANSFERS = words("send recv isend irecv batch_isend_irecv P2POp")
-_UNLIKE_AFTER = words(
-    "reduce gather gather_object reduce_scatter scatter scatter_object_list all_to_all all_to_all_single"
-)
 # What these get, they don't change, wrap or keep for training.
 _HARMLESS = words("""
     torch numpy math os sys json re time random itertools functools collections pathlib logging builtins
@@ -52,42 +49,33 @@ def attribute_of_library(run: Any, name: str) -> Value:
     """Return a member of a library."""
     if name == "os.environ":
         return run.environ  # type: ignore[no-any-return]
-    short = canonical(name)
-    if short in ("dist.group.WORLD", "dist.WORLD", "dist.GroupMember"):
-        return constant(None)
-    if name.endswith((".maxsize", ".inf", ".nan", ".pi")):
-        return unknown(Taint.NONE)
     return Value("lib", ref=name)
 
 
-def call_library(run: Any, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+def call_library(call: KnownCall, name: str) -> Value:
     """Return the result of a function of a library."""
     short = canonical(name)
     head, _, last = short.rpartition(".")
+    c = replace(call, name=last, owner=unknown())
+    run, args, kwargs, node, values = c.run, c.args, c.kwargs, c.node, c.values
     if head == "dist" and last in COLLECTIVES:
-        return _collective(KnownCall(run, args, kwargs, node, last))
+        return _collective(c)
     if head == "dnn":
         run.emit("coll", node, op=f"nn.{last}", group=kwargs.get("group"), via="")
         return Value("tensor", deps=deps_of(args), node=node)
     if head == "dist" and last in TRANSFERS:
-        c = KnownCall(run, args, kwargs, node, last)
         run.emit("transfer", node, op=last, peer=c.pick(1, "src" if "recv" in last else "dst"))
     if last.startswith("Schedule") and name.startswith("torch.distributed.pipelining"):
-        given = KnownCall(run, args, kwargs, node, last).pick(1, "n_microbatches")
-        run.emit("alike", node, what="n_microbatches", value=given)
+        run.emit("alike", node, what="n_microbatches", value=c.pick(1, "n_microbatches"))
     handler = KNOWN.get(short) or KNOWN.get(f"{head}.*") or KNOWN.get(f"*.{last}")
     if handler is not None:
-        result = handler(KnownCall(run, args, kwargs, node, last))
+        result = handler(c)
         if result is not None:
             return result
-    values = [*args, *kwargs.values()]
     root = name.partition(".")[0]
     if root not in _HARMLESS:
         escape(run, values)
-        if last in ("set_seed", "seed_everything", "fix_random_seeds", "seed_all"):
-            run.seed = mix(args)
-        elif root != "builtins":
-            run.num_unread_calls += 1
+        run.num_unread_calls += 1
         taint = (mix(values) & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
         return unknown(taint, deps_of(values))
     taint = mix(values)
@@ -150,14 +138,9 @@ def _collective(c: KnownCall) -> Value:
         data["shape"] = out.fact("shape")
         owner = next(iter(out.deps)) if len(out.deps) == 1 else out  # of a gradient
         data["dtype"] = owner.fact("dtype")
-        data["length"] = known_length(out)
     c.run.emit("coll", c.node, **data)
     after = Taint.UNKNOWN if group is not None and not group.is_none else Taint.NONE
-    if c.name in _UNLIKE_AFTER:
-        after = Taint.UNKNOWN
     for one in out.alternatives() if out is not None else ():
-        if one.is_none:
-            continue
         c.run.set(one.attrs, "#taint", after)
         if c.name == "all_reduce":
             c.run.set(one.attrs, "#reduced", True)
@@ -166,7 +149,4 @@ def _collective(c: KnownCall) -> Value:
                 c.run.set(one.attrs, "#items", tuple(unknown(after) for _ in one.items))
             kind = "" if "object" in c.name else "tensor"
             c.run.set(one.attrs, "#element", Value(kind, taint=after))
-    is_async = c.kwargs.get("async_op")
-    if is_async is not None and not (is_async.is_known and not is_async.const):
-        return Value("work")
-    return constant(None)
+    return unknown(Taint.NONE)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.codes import read_pages
 from paceline.lint.evaluation import GaveUp
+from paceline.lint.facts import KnownCall
 from paceline.lint.interpreter import Interpreter
 from paceline.lint.rules import RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
@@ -52,10 +53,6 @@ class LintFinding:
     rule: str
     fix: str
 
-    def __str__(self) -> str:
-        place = f"{self.path}:{self.line}:{self.column}"
-        return f"{place}: {self.level}: {self.saw} {self.rule} {self.fix} [{self.code}]"
-
 
 @lru_cache(maxsize=512)
 def _parse_file(path: Path) -> Module | None:
@@ -63,7 +60,7 @@ def _parse_file(path: Path) -> Module | None:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return None
         text = path.read_text(encoding="utf-8")
-        return Module(str(path), ast.parse(text, str(path)), text)
+        return Module(str(path), ast.parse(text, str(path)))
     except (OSError, SyntaxError, ValueError, RecursionError, UnicodeDecodeError):
         return None
 
@@ -90,27 +87,26 @@ def check_text(text: str, path: str) -> list[LintFinding]:
 
 
 def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
-    places = list(WITNESSES)
-    runs = [_run_main(places[0], tree, text, path)]
     named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(tree)}
-    if runs[0].has_asked:
-        runs += [_run_main(place, tree, text, path) for place in places[1:]]
+    places = list(WITNESSES)
+    runs = [_run_main(places[0], tree, path)]
+    called = set(runs[0].visited)
+    if not runs[0].has_asked:
+        _run_the_rest(runs[0], named)
+    if not runs[0].has_asked:
+        runs *= len(places)  # the script is the same on all ranks
+    else:
+        runs += [_run_main(place, tree, path) for place in places[1:]]
         meant = set[int]().union(*(run.meant for run in runs)) - {place.rank for place in places}
         places += [WitnessPlace.of(rank) for rank in sorted(meant)[:_MOST_MEANT]]
-        runs += [_run_main(place, tree, text, path) for place in places[len(runs) :]]
-    visited = set[int]().union(*(run.visited for run in runs))
-    for run in runs:
-        run.visited |= visited  # what only some ranks call has been seen where they call it
-        _run_the_rest(run, run.main, named)
-    if len(runs) == 1 and runs[0].has_asked:
-        for place in places[1:]:
-            runs.append(_run_main(place, tree, text, path))
-            _run_the_rest(runs[-1], runs[-1].main, named)
-    runs += runs * (len(places) - len(runs))  # of a script that is the same on all ranks
+        runs += [_run_main(place, tree, path) for place in places[len(runs) :]]
+        called |= set[int]().union(*(run.visited for run in runs[1:]))
+        for run in runs:
+            run.visited |= called  # what only some ranks call has been seen where they call it
+            _run_the_rest(run, named)
     spawns = _SPAWNS.search(text) is not None
     found = [
-        WitnessTrace(place, run.trace, text, run.reads, spawns)
-        for place, run in zip(places, runs, strict=True)
+        WitnessTrace(place, run.trace, run.reads, spawns) for place, run in zip(places, runs, strict=True)
     ]
     # A rank that the script names and that joins no group has another role: a server, say.
     joins = any(found[0].events("init"))
@@ -119,16 +115,17 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
     ]
 
 
-def _run_main(place: WitnessPlace, tree: ast.Module, text: str, path: str) -> Interpreter:
+def _run_main(place: WitnessPlace, tree: ast.Module, path: str) -> Interpreter:
     run = Interpreter(place, _parse_file)
     run.entry = path
-    run.main = Module(path, tree, text)
+    run.main = Module(path, tree)
     run.run_module(run.main, is_main=True)
     return run
 
 
-def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
+def _run_the_rest(run: Interpreter, named: set[str]) -> None:
     """Run what nobody in the file has called, with unknown arguments; those that others call come last."""
+    module = run.main
     names = sorted(module.names.items(), key=lambda pair: pair[0] in named)
     initialized = run.initialized
     for _, value in names:
@@ -144,7 +141,8 @@ def _run_the_rest(run: Interpreter, module: Module, named: set[str]) -> None:
 
                 with run.into([]):
                     run.frame = ScriptFrame(module.names, module)
-                    me = library.instantiate(run, value, [Value("*", ref=unknown())], {}, value.ref.node)
+                    call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
+                    me = library.instantiate(call, value)
                 for one in methods:
                     if getattr(one.ref.node, "name", "") != "__init__":
                         _enter(run, one, bool(initialized), me)
@@ -154,7 +152,7 @@ def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | Non
     if id(value.ref.node) in run.visited:
         return
     run.frame = ScriptFrame(value.ref.module.names, value.ref.module)
-    run.initialized, run.is_assumed, run.device_set, run.seed = True, True, True, None
+    run.initialized, run.is_assumed, run.seed = True, True, None
     run.num_unread_calls += not initialized
     run.no_sync, run.no_grad, run.loops = [], 0, ()
     run.call_function(value, [Value("*", ref=unknown())], {}, value.ref.node, owner=owner)

@@ -7,7 +7,7 @@ import builtins
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import facts, library
@@ -24,7 +24,6 @@ _NAMES = [(name, name.lower()) for name in _ALIKE] + [tuple(pair.split()) for pa
 _OPERATORS = {name: getattr(operator, other) for name, other in _NAMES}
 _BUILTINS = set(dir(builtins))
 _LONGEST = 10_000
-_MOST_KEPT = 16
 
 
 class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
@@ -52,8 +51,6 @@ class Evaluator:
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths
         self.is_assumed = False  # of a function that nobody in the file calls
-        self.device_set = False
-        self.backend = ""
         self.seed: int | None = None  # origins of the last seed of torch
         self.num_joins = 0
         self.num_unread_calls = 0
@@ -102,9 +99,6 @@ class Evaluator:
                 return bool(value.const)
             except Exception:
                 return None
-        assumed: bool | None = value.fact("assumed")
-        if assumed is not None:
-            return assumed
         if value.kind in ("list", "tuple"):
             return bool(value.items) if value.items is not None else None
         if value.kind in ("", "union", "tensor", "dict", "state", "instance", "dataset"):
@@ -120,8 +114,6 @@ class Evaluator:
             if node.id in frame.names and not (frame is not self.frame and frame.is_class):
                 return frame.names[node.id]
             frame = frame.outer
-        if node.id in self.frame.module.names:
-            return self.frame.module.names[node.id]
         if node.id in _BUILTINS:
             return Value("lib", ref="builtins." + node.id)
         return unknown()
@@ -261,11 +253,6 @@ class Evaluator:
                     result = constant(_OPERATORS[type(op).__name__](left.const, right.const), taint)
                     facts.keep_facts(result, left, op, right)
                     return result
-        items = left.items if left.kind == "list" else None
-        if items is not None and isinstance(op, ast.Add) and right.kind == "list" and right.items is not None:
-            return sequence((*items, *right.items))
-        if items is not None and isinstance(op, ast.Mult) and isinstance(right.const, int):
-            return sequence(items * min(right.const, _LONGEST))
         kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
         result = Value(kind, taint=taint, deps=deps, node=node)
         facts.keep_facts(result, left, op, right)
@@ -274,16 +261,12 @@ class Evaluator:
 
     def _eval_compare(self, node: ast.Compare) -> Value:
         left = self.eval(node.left)
-        result: Value | None = None
+        found = []
         for op, part in zip(node.ops, node.comparators, strict=True):
             right = self.eval(part)
-            value = self._compare(left, op, right)
-            if value.is_known and not value.const:
-                return value
-            result = value if result is None or not value.is_known else result
+            found.append(self._compare(left, op, right))
             left = right
-        assert result is not None
-        return result
+        return next((one for one in found if not one.is_known), found[-1])
 
     def _compare(self, left: Value, op: ast.cmpop, right: Value) -> Value:
         taint = left.taint | right.taint
@@ -312,13 +295,6 @@ class Evaluator:
     def _comprehension(self, node: Any) -> Value:
         generators: list[ast.comprehension] = node.generators
         source = self.eval(generators[0].iter)
-        items = facts.known_items(source)
-        if items is not None and len(generators) == 1 and len(items) <= _MOST_KEPT and hasattr(node, "elt"):
-            kept = self._each(node, generators[0], items)
-            if kept is not None:
-                result = sequence(kept)
-                facts.inherit(result, [source])
-                return result
         sources = [source]
         for i, generator in enumerate(generators):
             if i > 0:
@@ -336,30 +312,13 @@ class Evaluator:
         facts.inherit(result, sources)
         return result
 
-    def _each(self, node: Any, generator: ast.comprehension, items: tuple[Value, ...]) -> list[Value] | None:
-        """Return the elements of a short comprehension, or None if a condition is not known."""
-        kept = []
-        for item in items:
-            self.assign(generator.target, item)
-            truths = [self.truth(self.eval(test)) for test in generator.ifs]
-            if None in truths:
-                return None
-            if all(truths):
-                kept.append(self.eval(node.elt))
-        return kept
-
     _eval_listcomp = _eval_generatorexp = _eval_setcomp = _eval_dictcomp = _comprehension
 
     def element(self, value: Value, index: int) -> Value:
         """Return an element of what is unpacked or iterated."""
-        items = value.items
-        if items is not None and index < len(items):
-            return items[index]
         element: Value | None = value.fact("element")
         if element is not None:
             return element
-        if value.kind == "union":
-            return reduce(join, [self.element(one, index) for one in value.ref])
         taint = value.taint if not value.kind.startswith("lib") else Taint.UNKNOWN
         result = Value("tensor" if value.kind == "tensor" else "", taint=taint, deps=value.deps)
         facts.inherit(result, [value])
@@ -368,26 +327,14 @@ class Evaluator:
         return result
 
     def _eval_call(self, node: ast.Call) -> Value:
-        owner: Value | None = None
-        if isinstance(node.func, ast.Attribute):
-            owner = self.eval(node.func.value)
-            if owner.kind == "lib":
-                callee, owner = library.get_attribute(self, owner, node.func.attr, node.func), None
-            else:
-                callee = owner
-        else:
-            callee = self.eval(node.func)
-        args = self._spread(node.args)
-        kwargs: dict[str, Value] = {}
+        is_method = isinstance(node.func, ast.Attribute)
+        callee = self.eval(node.func.value if isinstance(node.func, ast.Attribute) else node.func)
+        name = getattr(node.func, "attr", "")
+        call = facts.KnownCall(self, self._spread(node.args), {}, node, name, callee)
         for keyword in node.keywords:
             value = self.eval(keyword.value)
             if keyword.arg is not None:
-                kwargs[keyword.arg] = value
-            elif value.fact("entries") is not None:
-                kwargs.update(value.fact("entries"))
+                call.kwargs[keyword.arg] = value
             else:
-                kwargs["**"] = value
-        if owner is not None:
-            assert isinstance(node.func, ast.Attribute)
-            return library.call_method(self, owner, node.func.attr, args, kwargs, node)
-        return library.call(self, callee, args, kwargs, node)
+                call.kwargs |= value.fact("entries") or {"**": value}
+        return library.call_method(call) if is_method else library.call(call, callee)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
+from paceline.lint.values import Taint, Value, join, mix, sequence, unknown, words
 
 if TYPE_CHECKING:
     from paceline.lint.evaluation import Evaluator
@@ -47,8 +47,6 @@ def inherit(value: Value, sources: Iterable[Value]) -> None:
                 parts = [part for part in one.attrs.values() if isinstance(part, Value)]
                 if any(part.fact("uneven") for part in parts if part.kind in ("list", "range", "dataset")):
                     value.attrs["#uneven"] = True
-    if value.fact("uneven"):
-        value.attrs.pop("#even", None)
 
 
 def escape(run: Evaluator, values: Iterable[Value], depth: int = 0) -> None:
@@ -75,8 +73,6 @@ def known_items(value: Value) -> tuple[Value, ...] | None:
         if numbers is not None and len(numbers) <= _MOST_ITEMS:
             return tuple(Value(const=number, taint=value.taint) for number in numbers)
         return None
-    if value.is_known and isinstance(value.const, (str, tuple, list)) and len(value.const) <= _MOST_ITEMS:
-        return tuple(constant(one, value.taint) for one in value.const)
     return value.items
 
 
@@ -95,8 +91,6 @@ def known_length(value: Value) -> int | None:
     if value.kind == "range":
         numbers = _range_of(value)
         return len(numbers) if numbers is not None else None
-    if value.kind in ("enumerate", "iterator"):
-        return known_length(value.ref)
     items = known_items(value)
     return len(items) if items is not None else None
 
@@ -121,8 +115,6 @@ def contains(box: Value, one: Value) -> bool | None:
         return None
     if box.kind == "environ":  # of a launcher
         return True if one.const in ("RANK", "WORLD_SIZE", "LOCAL_RANK") else None
-    if box.fact("entries") is not None:
-        return str(one.const) in box.fact("entries")
     items = known_items(box)
     if items is not None and all(item.is_known for item in items):
         return any(item.const == one.const for item in items)
@@ -139,14 +131,6 @@ def keep_facts(result: Value, left: Value, op: ast.operator, right: Value) -> No
     is_multiple = any(a.fact("per_rank") and b.fact("world") for a, b in ((left, right), (right, left)))
     if (isinstance(op, ast.Mult) and is_multiple) or (isinstance(op, ast.Sub) and right.fact("left_over")):
         result.attrs["#even"] = True
-    if isinstance(op, (ast.Add, ast.Sub)) and left.fact("window") and right.is_known and not result.is_known:
-        result.attrs["#window"] = left.fact("window")
-    if isinstance(op, ast.Add) and result.kind in ("", "tensor"):
-        means = [side.fact("mean") for side in (left, right)]
-        if all(mean or side.is_known for mean, side in zip(means, (left, right), strict=True)) and any(means):
-            result.attrs["#mean"] = True
-    if left.kind == "tensor" and left.fact("reduced"):
-        result.attrs["#reduced"] = True
 
 
 def take_slice(run: Evaluator, value: Value, part: Value) -> Value:
@@ -165,9 +149,6 @@ def take_slice(run: Evaluator, value: Value, part: Value) -> Value:
         uneven = by_step and len(items) % run.place.world != 0
     else:
         result = Value(kind if kind != "range" else "list", taint=value.taint | part.taint, deps=value.deps)
-        element = value.fact("element")
-        if element is not None:
-            result.attrs["#element"] = element
         uneven = by_step and not value.fact("even") and value.kind != "tensor"
     inherit(result, [value])
     if by_step or by_block:

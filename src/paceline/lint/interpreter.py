@@ -58,7 +58,6 @@ class Interpreter(Evaluator):
         self.load = load
         self.steps = 0
         self.depth = 0
-        self.num_quiet = 0
         self.modules: dict[str, Module] = {}
         self.visited: set[int] = set()
         self.trail: list[tuple[dict[str, Any], str, Any]] = []
@@ -148,7 +147,7 @@ class Interpreter(Evaluator):
                 if file in self.modules:
                     return self.modules[file]
                 if len(self.modules) < _MOST_MODULES and (module := self.load(Path(file))) is not None:
-                    fresh = Module(file, module.tree, module.text)
+                    fresh = Module(file, module.tree)
                     self.run_module(fresh, is_main=False)
                     return fresh
         return None
@@ -184,21 +183,15 @@ class Interpreter(Evaluator):
 
     def _run_augassign(self, node: ast.AugAssign) -> None:
         load: Any = ast.copy_location(ast.BinOp(as_load(node.target), node.op, node.value), node)
-        before = self.eval(load.left)
-        value = self.binary(before, node.op, self.eval(node.value), node)
-        if before.kind == "tensor":  # in place: it stays the same object
-            self.set(before.attrs, "#taint", value.taint)
-            if not value.deps <= before.deps:
-                self.assign(node.target, value)
-            self.wrote_gradient(node.target)
-            return
-        self.assign(node.target, value)
+        self.assign(node.target, self.eval(load))
 
     def wrote_gradient(self, target: ast.AST) -> None:
         """Record that a gradient is written: it may be cleared, scaled or exchanged by hand."""
-        for part in ast.walk(target):
-            if isinstance(part, ast.Attribute) and part.attr in ("grad", "main_grad"):
+        part: Any = target
+        while isinstance(part, (ast.Attribute, ast.Subscript)):
+            if getattr(part, "attr", "") in ("grad", "main_grad"):
                 self.emit("grad", target)
+            part = part.value
 
     def assign(self, target: ast.AST, value: Value) -> None:
         """Bind a target to a value."""
@@ -325,34 +318,30 @@ class Interpreter(Evaluator):
         by = condition.taint & (Taint.LOCAL | Taint.RANK)
         self.conditions.append(by)
         self.num_forks += 1
-        before = self.device_set, self.initialized
+        before = self.initialized
         ends: frozenset[str] = frozenset()
         sides = []
         states = []
-        assumed = (True, False) if len(arms) == 2 and not condition.kind else ()
-        for i, arm in enumerate(arms):
+        for arm in arms:
             items: list[Item] = []
             mark = len(self.trail)
-            self.device_set, self.initialized = before
-            if assumed and condition.is_opaque:
-                self.set(condition.attrs, "#assumed", assumed[i])
+            self.initialized = before
             with self.into(items):
                 found = arm()
-            changes = [change for change in self._undo(mark) if change[1] != "#assumed"]
+            changes = self._undo(mark)
             branch.arms.append(items)
             ends |= found
             if "next" in found:
                 sides.append(changes)
-                states.append((self.device_set, self.initialized))
-            for kind in found & {"return", "break", "continue"}:
-                self.frame.pending.setdefault(kind, []).append(changes)
+                states.append(self.initialized)
+            if found & {"return", "break", "continue"}:
+                self.frame.pending.append(changes)
         self.conditions.pop()
         self.num_forks -= 1
         if ends - NEXT - {"raise"}:
             self.frame.taint |= by
         if states:
-            self.device_set = any(state[0] for state in states)
-            self.initialized = states[0][1] if len({state[1] for state in states}) == 1 else None
+            self.initialized = states[0] if len(set(states)) == 1 else None
         if len(sides) == 1:
             for table, key, value in sides[0]:
                 self.set(table, key, value)
@@ -408,28 +397,19 @@ class Interpreter(Evaluator):
     ) -> frozenset[str]:
         before = self.loops
         self.loops = (*before, id(loop.node))
-        if self.num_quiet < 2:  # once for what changes from round to round
-            self.num_quiet += 1
-            mark, saved = len(self.trail), (self.device_set, self.initialized, self.frame.taint)
-            pending, self.frame.pending = self.frame.pending, {}
-            returns = len(self.frame.returns)
+        if not before:  # once for what changes from round to round
+            mark, saved = len(self.trail), (self.initialized, self.frame.taint)
+            returns, pending = len(self.frame.returns), len(self.frame.pending)
             with self.into([]):
                 body()
-            sides = [self._undo(mark), *self.frame.pending.get("continue", [])]
-            self.frame.pending = pending
-            del self.frame.returns[returns:]
-            self.device_set, self.initialized, self.frame.taint = saved
-            self.num_quiet -= 1
-            self._forget(sides)
-        pending, self.frame.pending = self.frame.pending, {}
-        mark = len(self.trail)
+            self._forget([self._undo(mark), *self.frame.pending[pending:]])
+            del self.frame.returns[returns:], self.frame.pending[pending:]
+            self.initialized, self.frame.taint = saved
+        mark, pending = len(self.trail), len(self.frame.pending)
         with self.into(loop.body):
             found = body()
-        inner, self.frame.pending = self.frame.pending, pending
         changes = self._undo(mark)
-        sides = [*([changes] if found & {"next", "continue", "break"} else []), *inner.get("break", [])]
-        sides += inner.get("continue", [])
-        self.frame.pending.setdefault("return", []).extend(inner.get("return", []))
+        sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
         for table, key, value in changes:
             if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
                 self.set(table, key, value)
@@ -545,7 +525,7 @@ class Interpreter(Evaluator):
             self.frame, self.conditions = before
             self.depth -= 1
             self.active.pop()
-        self._merge(frame.pending.get("return", []), frame.taint, stays=True)
+        self._merge(frame.pending, frame.taint, stays=True)
         self.out.append(CallItem(node, self.frame.module.path, items))
         if ends == {"raise"}:
             return Value("never")

@@ -31,10 +31,7 @@ _WRAPPERS = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp
 @known("dist.init_process_group")
 def call_init(c: KnownCall) -> Value:
     backend = c.pick(0, "backend")
-    c.run.backend = str(backend.const) if backend is not None and backend.is_known else c.run.backend
     c.run.initialized, c.run.is_assumed = True, False
-    if "device_id" in c.kwargs:
-        c.run.device_set = True
     given = {"world": c.pick(3, "world_size"), "rank": c.pick(4, "rank")}
     return c.tell("init", constant(None), backend=backend, method=c.pick(1, "init_method"), **given)
 
@@ -102,9 +99,8 @@ def call_wrap(c: KnownCall) -> Value:
     for one in model.alternatives():
         if one.kind == "model":
             c.run.set(one.attrs, "#wrapped", value)
-    state = {"device_set": c.run.device_set, "backend": c.run.backend, "devices": c.pick(1, "device_ids")}
-    c.run.emit("wrap", c.node, wrapper=value, module=model, what=kind, **state)
-    ids = state["devices"] if kind == "ddp" else None
+    c.run.emit("wrap", c.node, wrapper=value, module=model, what=kind)
+    ids = c.pick(1, "device_ids") if kind == "ddp" else None
     for one in (ids.items or ()) if ids is not None else ():
         c.run.emit("device", c.node, device=one)
     return value
@@ -210,10 +206,7 @@ def call_device(c: KnownCall) -> Value:
     device = c.args[0] if c.args else c.kwargs.get("device", unknown())
     index = c.args[1] if len(c.args) > 1 else None
     c.run.emit("device", c.node, device=index or device)
-    if c.name == "set_device":
-        c.run.device_set = True
-    word = methods.device_word(device) if index is None else "own"
-    return Value("device", taint=device.taint, ref=word)
+    return Value("device", taint=device.taint)
 
 
 @known("torch.manual_seed")
@@ -262,7 +255,7 @@ def call_dcp(c: KnownCall) -> Value | None:
 
 @known("accelerate.Accelerator")
 def call_accelerator(c: KnownCall) -> Value:
-    c.run.initialized = c.run.device_set = True
+    c.run.initialized = True
     value, place = make(c.run, "accelerator", c.node), c.run.place
     for name, field in (("process_index", "rank"), ("local_process_index", "local_rank")):
         value.attrs[name] = methods.place_value(c.run, field)
@@ -276,7 +269,7 @@ def call_accelerator(c: KnownCall) -> Value:
 def call_own(c: KnownCall) -> Value:
     value = make(c.run, "own", c.node)
     if c.name == "start":
-        c.run.initialized = c.run.device_set = True
+        c.run.initialized = True
         value.attrs["rank"] = methods.place_value(c.run, "rank")
         value.attrs["is_main"] = constant(c.run.place.rank == 0, Taint.RANK)
     is_sharded = "shard" in str(c.kwargs.get("layout", unknown()).const)
@@ -329,9 +322,7 @@ def call_builtin(c: KnownCall) -> Value:
         return Value("zip", ref=tuple(c.args), taint=mix(c.args))
     if c.name == "len":
         length = known_length(first)
-        if length is not None:
-            return constant(length, first.taint, length=True)
-        return Value(taint=first.taint & ~Taint.LOCAL, attrs={"#length": True})
+        return constant(length, first.taint) if length is not None else unknown(first.taint & ~Taint.LOCAL)
     if c.name in _OF_CONSTANTS:
         if c.args and all(arg.is_known for arg in c.args):
             with suppress(ValueError, TypeError):
@@ -357,8 +348,6 @@ def call_builtin(c: KnownCall) -> Value:
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
     if c.name == "open":
         return Value("file", ref=first, taint=first.taint)
-    if c.name in ("locals", "globals", "vars", "eval", "exec"):
-        c.run.num_unread_calls += 1
     return unknown(mix(c.values), deps_of(c.args))
 
 
@@ -442,7 +431,7 @@ _SIMPLE: dict[str, Handler] = {
     "dist.destroy_process_group": lambda c: c.tell("destroy", constant(None)),
     "itertools.count itertools.repeat": lambda c: Value("list", attrs={"#element": unknown(), "#even": True}),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),
-    "torch.cuda.device": lambda c: Value("device_context", attrs={"#as": call_device(c)}),
+    "torch.cuda.device": lambda c: Value("context", attrs={"#as": call_device(c)}),
     "dist.get_node_local_rank": lambda c: methods.place_value(c.run, "local_rank"),
     "nnutils.clip_grad_norm_ nnutils.clip_grad_value_": lambda c: c.tell(
         "clip", unknown(Taint.NONE), deps=deps_of(c.args[:1])

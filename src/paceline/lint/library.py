@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.lint import calls, known_calls, methods
-from paceline.lint.facts import deps_of, escape, inherit, join_items, known_items, make, take_slice
+from paceline.lint.facts import (
+    KnownCall,
+    deps_of,
+    escape,
+    inherit,
+    join_items,
+    known_items,
+    make,
+    take_slice,
+)
 from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
-
-if TYPE_CHECKING:
-    from paceline.lint.interpreter import Interpreter as Run
 
 HANDLERS = known_calls  # which registers what it knows
 
@@ -26,9 +33,9 @@ _DECORATORS |= {"inference_mode": "no_grad", "cached_property": "property", "sta
 _DECORATORS |= {"contextmanager": "context", "asynccontextmanager": "context"}
 
 
-def each(run: Any, value: Value, node: ast.AST, do: Callable[[Value], Value]) -> Value:
+def each(c: KnownCall, value: Value, do: Callable[[Value], Value]) -> Value:
     """Do something with each alternative, as arms of an unknown branch; return any of the results."""
-    found = run.fork_values(node, unknown(), [partial(do, one) for one in value.ref if not one.is_none])
+    found = c.run.fork_values(c.node, unknown(), [partial(do, one) for one in value.ref if not one.is_none])
     return join_items(found) if found else unknown()
 
 
@@ -91,8 +98,6 @@ def set_attribute(run: Any, owner: Value, name: str, value: Value, node: ast.AST
             run.emit("requires_grad", node, target=one, value=value)
         if name in ("require_backward_grad_sync", "require_forward_param_sync"):
             run.set(one.attrs, "#own_sync", True)
-        if one.kind in ("lib",) and one.ref.startswith("torch."):
-            continue
         run.set(one.attrs, name, value)
 
 
@@ -103,8 +108,6 @@ def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) ->
             if key.is_known:
                 run.emit("setenv", node, key=key.const, value=value, guard=run.num_forks > 0)
                 run.set(one.attrs, str(key.const), value)
-                if key.const == "CUDA_VISIBLE_DEVICES":
-                    run.device_set = True
             continue
         entries = one.fact("entries")
         if entries is not None and key.is_known:
@@ -138,8 +141,6 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
         items = known_items(owner)
         if items is not None and isinstance(key.const, int) and -len(items) <= key.const < len(items):
             return items[key.const]
-        if owner.kind == "dict" and owner.is_known and isinstance(owner.const, dict):
-            return constant(owner.const.get(key.const))
     if owner.kind in ("model", "ddp", "fsdp"):
         return Value(taint=owner.taint, deps=owner.deps | {owner}, attrs={"#part": True})
     if owner.kind in ("mesh", "loaded", "state", "lib"):
@@ -216,11 +217,10 @@ def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
     if value.of_kind("no_sync"):
         run.no_sync.append(value)
         return run.no_sync.pop  # type: ignore[no-any-return]
-    states = {"no_grad": "no_grad", "join": "num_joins", "device_context": "device_set"}
-    state = states.get("join" if value.of_kind("join") else value.kind)
-    if state is not None:
+    state = "num_joins" if value.of_kind("join") else "no_grad" if value.kind == "no_grad" else ""
+    if state:
         before = getattr(run, state)
-        setattr(run, state, before + 1 if state != "device_set" else True)
+        setattr(run, state, before + 1)
         return partial(setattr, run, state, before)
     first, last = _method(value, "__enter__"), _method(value, "__exit__")
     if first is not None:
@@ -236,7 +236,7 @@ def divided_by_devices(run: Any, left: Value, op: ast.operator, right: Value, no
         run.emit("device_count", node, what="divides a sum over all ranks")
 
 
-def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+def instantiate(c: KnownCall, cls: Value) -> Value:
     """Return a new object of a class of the script."""
     bases = set(cls.ref.library_bases())
     lasts = {base.rpartition(".")[2] for base in bases}
@@ -247,7 +247,7 @@ def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value
         kind = "dataset"
     elif any(base.startswith("optim.") for base in bases):
         kind = "optimizer"
-    value = make(run, kind, node, [*args, *kwargs.values()])
+    value = make(c.run, kind, c.node, c.values)
     value.ref = cls.ref
     if kind == "model":
         value.deps = frozenset()
@@ -256,107 +256,101 @@ def instantiate(run: Any, cls: Value, args: list[Value], kwargs: dict[str, Value
     if "?" in bases:
         value.attrs["#escaped"] = True
     if (init := cls.ref.method("__init__")) is not None:
-        run.call_function(init, args, kwargs, node, owner=value)
+        c.run.call_function(init, c.args, c.kwargs, c.node, owner=value)
     else:
-        value.attrs.update(kwargs)
-        escape(run, [*args, *kwargs.values()])
+        value.attrs.update(c.kwargs)
+        escape(c.run, c.values)
     return value
 
 
-def call(run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+def call(c: KnownCall, callee: Value) -> Value:
     """Return the result of a call."""
     if callee.kind == "union":
-        return each(run, callee, node, lambda one: call(run, one, args, kwargs, node))
+        return each(c, callee, lambda one: call(c, one))
     if callee.kind == "func":
-        return _call_script(run, callee, args, kwargs, node)
+        return _call_script(c, callee)
     if callee.kind == "class":
-        return instantiate(run, callee, args, kwargs, node)
+        return instantiate(c, callee)
     if callee.kind == "lib":
-        return calls.call_library(run, callee.ref, args, kwargs, node)
+        return calls.call_library(c, callee.ref)
     if callee.kind in ("model", "ddp", "fsdp", "dp"):
-        return methods.forward(run, callee, args, kwargs, node)
+        return methods.forward(replace(c, owner=callee))
     if (member := _method(callee, "__call__")) is not None:
-        return run.call_function(member, args, kwargs, node, owner=callee)  # type: ignore[no-any-return]
+        return c.run.call_function(member, c.args, c.kwargs, c.node, owner=callee)  # type: ignore[no-any-return]
     if callee.kind == "partial":
         function, first, named = callee.ref
-        return call(run, function, [*first, *args], {**named, **kwargs}, node)
-    escape(run, [*args, *kwargs.values()])
+        return call(replace(c, args=[*first, *c.args], kwargs={**named, **c.kwargs}), function)
+    escape(c.run, c.values)
     if callee.is_opaque and Taint.UNKNOWN & callee.taint and not callee.deps:
-        run.num_unread_calls += 1
+        c.run.num_unread_calls += 1
     # Code that was not read may have made it the same on all ranks.
-    taint = (mix([callee, *args, *kwargs.values()]) & ~Taint.LOCAL) | Taint.UNKNOWN
-    return unknown(taint, deps_of([callee, *args, *kwargs.values()]))
+    values = [callee, *c.values]
+    return unknown((mix(values) & ~Taint.LOCAL) | Taint.UNKNOWN, deps_of(values))
 
 
-def _call_script(
-    run: Any, callee: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST
-) -> Value:
-    if callee.fact("rank_zero") and run.place.rank != 0:
+def _call_script(c: KnownCall, callee: Value) -> Value:
+    if callee.fact("rank_zero") and c.run.place.rank != 0:
         return constant(None)
-    run.no_grad += bool(callee.fact("no_grad"))
+    c.run.no_grad += bool(callee.fact("no_grad"))
     try:
-        result: Value = run.call_function(callee, args, kwargs, node)
+        result: Value = c.run.call_function(callee, c.args, c.kwargs, c.node)
     finally:
-        run.no_grad -= bool(callee.fact("no_grad"))
+        c.run.no_grad -= bool(callee.fact("no_grad"))
     if callee.fact("context"):
-        return Value("context", taint=result.taint, attrs={"#as": run.element(result, 0)})
+        return Value("context", taint=result.taint, attrs={"#as": c.run.element(result, 0)})
     return result
 
 
-def call_method(
-    run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
-) -> Value:
+def call_method(c: KnownCall) -> Value:
     """Return the result of a call of a method."""
+    owner, name = c.owner, c.name
     if owner.kind == "union":
-        return each(run, owner, node, lambda one: call_method(run, one, name, args, kwargs, node))
+        return each(c, owner, lambda one: call_method(replace(c, owner=one)))
     if owner.kind == "super":
-        return _call_super(run, owner, name, args, kwargs, node)
-    if owner.kind in ("module", "class") or name in owner.attrs:
-        member = get_attribute(run, owner, name, node)
+        return _call_super(c)
+    if owner.kind in ("lib", "module", "class") or name in owner.attrs:
+        member = get_attribute(c.run, owner, name, c.node)
         if owner.kind == "class" and member.fact("classmethod"):
-            args = [owner, *args]
-        return call(run, member, args, kwargs, node)
+            c.args.insert(0, owner)
+        return call(c, member)
     if owner.kind in _OF_SCRIPT and owner.script_class is not None and owner.ref.find(name) is not None:
-        return call(run, get_attribute(run, owner, name, node), args, kwargs, node)
-    result = methods.call(run, owner, name, args, kwargs, node)
+        return call(c, get_attribute(c.run, owner, name, c.node))
+    result = methods.call(c)
     if result is not None:
         return result
-    values = [*args, *kwargs.values()]
-    escape(run, values)
+    escape(c.run, c.values)
     if name.endswith("_") and not name.startswith("_") and owner.kind in ("", "tensor"):
         return owner
     kind = owner.kind if owner.kind == "tensor" else ""
-    taint = mix([owner, *values])
+    taint = mix([owner, *c.values])
     is_own = owner.kind in ("tensor", "list", "dict", "tuple") or (
         not owner.kind and owner.taint & Taint.LOCAL
     )
     if not is_own:
         taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
-    value = Value(kind, taint=taint, deps=owner.deps | deps_of(values), node=node)
+    value = Value(kind, taint=taint, deps=owner.deps | deps_of(c.values), node=c.node)
     inherit(value, [owner])
     if owner.fact("part"):
         value.attrs["#part"] = True
     if name in SIZES:
         return unknown((owner.taint & ~Taint.LOCAL) | Taint.UNKNOWN)
-    if name == "mean" and not any(Taint.UNKNOWN & one.taint and not one.kind for one in args):
+    if name == "mean" and not any(Taint.UNKNOWN & one.taint and not one.kind for one in c.args):
         value.attrs["#mean"] = True
     return value
 
 
-def _call_super(
-    run: Run, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
-) -> Value:
-    me: Value = owner.ref
+def _call_super(c: KnownCall) -> Value:
+    me: Value = c.owner.ref
     if me.kind not in _OF_SCRIPT or me.script_class is None:
         return unknown()
-    inside = (one for one in me.ref.lineage() if name in one.names and _is_inside(run, one, name))
+    inside = (one for one in me.ref.lineage() if c.name in one.names and _is_inside(c.run, one, c.name))
     current = next(inside, me.ref)
     for base in current.bases:
-        if base.kind == "class" and (member := base.ref.method(name)) is not None:
-            return run.call_function(member, args, kwargs, node, owner=me)
-    if name == "__init__":
+        if base.kind == "class" and (member := base.ref.method(c.name)) is not None:
+            return c.run.call_function(member, c.args, c.kwargs, c.node, owner=me)  # type: ignore[no-any-return]
+    if c.name == "__init__":
         return constant(None)
-    return methods.call(run, me, name, args, kwargs, node) or unknown()
+    return methods.call(replace(c, owner=me)) or unknown()
 
 
 def _is_inside(run: Any, cls: Any, name: str) -> bool:

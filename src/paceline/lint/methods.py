@@ -71,22 +71,21 @@ def batch_of(run: Any, loader: Value) -> Value:
     return value
 
 
-def forward(run: Any, model: Value, args: list[Value], kwargs: dict[str, Value], node: ast.AST) -> Value:
+def forward(c: KnownCall) -> Value:
     """Return the output of a module, and record its forward."""
-    values = [*args, *kwargs.values()]
-    taint = mix(values)
-    deps = deps_of(values) | model.deps | {model}
+    model, taint = c.owner, mix(c.values)
+    deps = deps_of(c.values) | model.deps | {model}
     if model.kind == "model" and isinstance(model.ref, str) and model.ref.endswith("Loss"):
         mean = {"#mean": model.fact("mean")}
-        return Value("tensor", taint=taint, deps=deps - {model}, node=node, attrs=mean)
+        return Value("tensor", taint=taint, deps=deps - {model}, node=c.node, attrs=mean)
     shares = model.kind == "ddp" and model.fact("broadcast_buffers") is not False
-    quiet = is_quiet(run, model)
-    run.emit("forward", node, model=model, buffers=shares and buffers_of(model), is_quiet=quiet)
-    run.set(model.attrs, "#forward_quiet", quiet)
+    quiet = is_quiet(c.run, model)
+    c.run.emit("forward", c.node, model=model, buffers=shares and buffers_of(model), is_quiet=quiet)
+    c.run.set(model.attrs, "#forward_quiet", quiet)
     inner = model.ref.method("forward") if model.fact("sharded") and model.script_class is not None else None
     if inner is not None:  # its blocks gather their parameters
-        run.call_function(inner, args, kwargs, node, owner=model)
-    return Value("tensor", taint=taint, deps=deps if run.no_grad == 0 else frozenset(), node=node)
+        c.run.call_function(inner, c.args, c.kwargs, c.node, owner=model)
+    return Value("tensor", taint=taint, deps=deps if c.run.no_grad == 0 else frozenset(), node=c.node)
 
 
 def is_quiet(run: Any, model: Value) -> bool | None:
@@ -118,34 +117,32 @@ def backward(run: Any, loss: Value, node: ast.AST) -> None:
     )
 
 
-def call(
-    run: Any, owner: Value, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.AST
-) -> Value | None:
+def call(c: KnownCall) -> Value | None:
     """Return the result of a method that means something, or None."""
+    owner, name, args = c.owner, c.name, c.args
     if name == "backward" and owner.kind in ("tensor", ""):
-        backward(run, owner, node)
+        backward(c.run, owner, c.node)
         return constant(None)
     if name == "bind" and args and args[0].items and str(args[0].items[-1].const) == "0":
-        run.set(owner.attrs, "#free_port", True)
+        c.run.set(owner.attrs, "#free_port", True)
     if name == "getsockname" and owner.fact("free_port"):
         return unknown(Taint.LOCAL)
     if name in _CLEARS:
-        run.emit("clear", node, target=owner)
-        return constant(None)
+        return c.tell("clear", constant(None), target=owner)
     if name == "load_state_dict" and not owner.kind:
-        run.emit("load_state", node, model=owner, state=args[0] if args else None)
+        c.tell("load_state", None, model=owner, state=args[0] if args else None)
     method = KNOWN.get((owner.kind, name)) or KNOWN.get((owner.kind, "*"))
     if method is not None:
-        return method(KnownCall(run, args, kwargs, node, name, owner))
+        return method(c)
     if owner.is_known and isinstance(owner.const, str):
-        return _string(owner, name, args, kwargs)
+        return _string(c)
     if name == "add_argument":
-        _add_argument(owner, args, kwargs)
+        _add_argument(owner, args, c.kwargs)
         return unknown(Taint.NONE)
     if name in ("parse_args", "parse_known_args"):
         values = Value(taint=Taint.NONE, attrs={"#defaults": owner.fact("defaults") or {}})
         if "local_rank" in values.fact("defaults"):
-            values.attrs["local_rank"] = place_value(run, "local_rank")
+            values.attrs["local_rank"] = place_value(c.run, "local_rank")
         return values if name == "parse_args" else sequence((values, unknown(Taint.NONE)), "tuple")
     return None
 
@@ -160,13 +157,13 @@ def _add_argument(owner: Value, args: list[Value], kwargs: dict[str, Value]) -> 
         table[dest] = default.const if default is not None and default.is_known else None
 
 
-def _string(owner: Value, name: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    values = [owner, *args, *kwargs.values()]
-    if name in _OF_TEXT and not kwargs and all(value.is_known for value in values):
+def _string(c: KnownCall) -> Value:
+    values = [c.owner, *c.values]
+    if c.name in _OF_TEXT and not c.kwargs and all(value.is_known for value in values):
         with suppress(Exception):
-            return constant(getattr(owner.const, name)(*(arg.const for arg in args)), mix(values))
+            return constant(getattr(c.owner.const, c.name)(*(arg.const for arg in c.args)), mix(values))
     # A path: what it says of files may differ.
-    return unknown(mix(values) | (Taint.NONE if hasattr(str, name) else Taint.UNKNOWN))
+    return unknown(mix(values) | (Taint.NONE if hasattr(str, c.name) else Taint.UNKNOWN))
 
 
 @known("parameters named_parameters modules named_modules children named_children buffers", of=_MODULES)
@@ -198,32 +195,8 @@ def _to(c: KnownCall) -> Value:
     for one in (*c.args, *c.kwargs.values()):
         if one.kind in ("lib", "union"):
             c.run.set(c.owner.attrs, "#dtype", one)
-    device = _device_of(c)
-    if device is not None and c.owner.kind != "tensor":
-        c.run.set(c.owner.attrs, "#device", device)
+    c.run.emit("device", c.node, device=c.pick(0, "device") or unknown())
     return c.owner
-
-
-def _device_of(c: KnownCall) -> Any:
-    """Return "cpu", "current" (the device that is set), "own" or "?"; None if it is no device."""
-    if c.name == "cpu":
-        return "cpu"
-    device = c.pick(0, "device")
-    if c.name == "cuda" and (device is None or device.is_none):
-        return "current"
-    if device is None or (device.kind == "lib" and device.ref.startswith("torch.")):
-        return None
-    c.run.emit("device", c.node, device=device)
-    if device.kind == "device":
-        return device.ref
-    return device_word(device)
-
-
-def device_word(device: Value) -> str:
-    """Return "cpu", "current", "own" or "?" for what names a device."""
-    if device.is_known and isinstance(device.const, str):
-        return device.const if device.const == "cpu" else "current" if device.const == "cuda" else "own"
-    return "own" if device.is_known and isinstance(device.const, int) else "?"
 
 
 @known("__iter__", of="loader sampler")
@@ -388,7 +361,7 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("iterator", "set_description set_postfix update", lambda c: c.owner),
     ("dataset", "train_test_split", lambda c: Value("dict", attrs={"#element": c.owner})),
     ("scaler", "update", lambda c: constant(None)),
-    (_MODULES, "forward __call__", lambda c: forward(c.run, c.owner, c.args, c.kwargs, c.node)),
+    (_MODULES, "forward __call__", forward),
     (
         _MODULES,
         "load_state_dict",

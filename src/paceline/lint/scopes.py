@@ -18,7 +18,6 @@ class Module:
 
     path: str
     tree: ast.Module
-    text: str
     names: dict[str, Value] = field(default_factory=dict)
 
 
@@ -33,7 +32,7 @@ class ScriptFrame:
         self.globals: set[str] = set()
         self.nonlocals: set[str] = set()
         self.taint = Taint.NONE  # of the conditions under which a part of the calls has returned
-        self.pending: dict[str, list[list[tuple[dict[str, Any], str, Any]]]] = {}
+        self.pending: list[list[tuple[dict[str, Any], str, Any]]] = []  # of paths that have left a loop or it
         self.is_class = False
 
 

@@ -18,12 +18,7 @@ class Taint:
     CHOICE = 8  # a condition on the rank has chosen it
 
 
-class _Unknown:
-    def __repr__(self) -> str:
-        return "?"
-
-
-UNKNOWN: Any = _Unknown()
+UNKNOWN: Any = object()
 _MOST_ALTERNATIVES = 4
 # Kinds of values without an identity: two of them join to an unknown one.
 _PLAIN = {"", "tensor"}

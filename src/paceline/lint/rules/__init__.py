@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 from paceline.lint.rules import collectives, data, models, places, saving, steps
-from paceline.lint.rules.rule import RULES, Rule, Spot, WitnessTrace
+from paceline.lint.rules.rule import RULES, WitnessTrace
 
-__all__ = [
-    "RULES",
-    "Rule",
-    "Spot",
-    "WitnessTrace",
-    "collectives",
-    "data",
-    "models",
-    "places",
-    "saving",
-    "steps",
-]
+__all__ = ["RULES", "WitnessTrace", "collectives", "data", "models", "places", "saving", "steps"]

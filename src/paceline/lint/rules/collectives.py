@@ -202,7 +202,7 @@ def _compare_same(
             yield "PL009", at(a, f"the {what} is {names[0]} {ranks.format(names[1])}")
     sources = [one.source.const for one in (a, b) if one.source is not None]
     if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
-        yield "PL010", at(a, f"the source is {sources[0]} {ranks.format(sources[1])}")
+        yield "PL009", at(a, f"the source is {sources[0]} {ranks.format(sources[1])}")
 
 
 def _names_of(value: Value | None) -> str:
@@ -253,7 +253,7 @@ def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
 
 @rule("PL009")
 def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a shape, type, operation or number of microbatches that depends on the rank."""
+    """Report a shape, type, operation, source or number of microbatches that depends on the rank."""
     yield from _of_code(witnesses, "PL009")
     for one, other in itertools.combinations(witnesses, 2):
         theirs = {id(event.node): event.value for event in other.events("alike")}
@@ -262,38 +262,6 @@ def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if len(pair) == 2 and all(isinstance(one, int) for one in pair) and pair[0] != pair[1]:
                 ranks = f"{pair[0]} on rank {one.place.rank} and {pair[1]} on rank {other.place.rank}"
                 yield at(event, f"{event.what} is {ranks}.")
-
-
-@rule("PL010")
-def wrong_source(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a source that depends on the rank, or that is no member of the group."""
-    yield from _of_code(witnesses, "PL010")
-    for witness in witnesses:
-        for event in witness.events("coll"):
-            members, source = _members(event, witness.place), event.source
-            if members is None or len(members) == witness.place.world or source is None:
-                continue
-            if event.group.fact("assumed"):
-                continue
-            if isinstance(source.const, int) and source.const not in members:
-                listed = ", ".join(map(str, members))
-                yield at(event, f"rank {source.const} is not in the group of ranks {listed}.")
-
-
-@rule("PL012")
-def gather_list_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a list for all_gather whose length is not the group's size."""
-    for witness in witnesses:
-        for event in witness.events("coll"):
-            is_gather = event.op in ("all_gather", "all_gather_object") and not event.spawned
-            if not is_gather or event.length is None or event.out.kind != "list":
-                continue
-            members = _members(event, witness.place)
-            is_meant = event.length == witness.place.local_world or event.group is not None
-            is_assumed = event.group is not None and event.group.fact("assumed")
-            if members is not None and event.length != len(members) and is_meant and not is_assumed:
-                saw = f"the list has {event.length} elements, and the group {len(members)} ranks, "
-                yield at(event, f"{saw}on two nodes of 8.")
 
 
 @rule("PL004")

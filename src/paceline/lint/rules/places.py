@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Sequence
 
-from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.values import Taint, Value
 
 
@@ -78,36 +77,9 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if world is None or event.spawned:
             continue
         if world.is_known and world.fact("devices") and world.const != witness.place.world:
-            given = name_of(_keyword(event.node, "world_size"))
-            saw = f"world_size={given} is the number of devices of one node."
-            yield at(event, saw)
+            yield at(event, "world_size is the number of devices of one node.")
     for event in witness.events("device_count"):
         yield at(event, f"torch.cuda.device_count() {event.what}, and counts the devices of one node.")
-
-
-def _keyword(node: ast.AST, name: str) -> ast.AST | None:
-    for keyword in getattr(node, "keywords", []):
-        if keyword.arg == name:
-            found: ast.AST = keyword.value
-            return found
-    return None
-
-
-@rule("PL057")
-def no_device_set(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a model on the current CUDA device, where no rank has chosen one."""
-    for event in witnesses[1].events("wrap"):
-        if (
-            event.what != "ddp"
-            or event.device_set
-            or event.unread
-            or event.devices is not None
-            or event.backend != "nccl"
-        ):
-            continue
-        if event.module.kind == "model" and event.module.fact("device") == "current":
-            saw = "the model is on the current device, which is device 0 on every rank: none was set."
-            yield at(event, saw)
 
 
 @rule("PL058")

@@ -21,7 +21,6 @@ class WitnessTrace:
     Attributes:
         place: where it ran.
         items: the trace.
-        text: the source of the script.
         reads: the variables of a launcher that it read.
         spawns: whether the script starts its ranks itself.
         differences: those of the collectives of witnesses, which several rules report.
@@ -29,7 +28,6 @@ class WitnessTrace:
 
     place: WitnessPlace
     items: list[Item]
-    text: str
     reads: set[str]
     spawns: bool
     differences: dict[int, tuple[str, Spot]] | None = None

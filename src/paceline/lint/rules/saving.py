@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.lint.rules.collectives import tokens_of
-from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, Item, TraceEvent, events, walk
 from paceline.lint.values import Taint, Value
 
@@ -59,8 +59,8 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if other is None or event.started is not True or _path_key(event.target) is None:
             continue
         if _path_key(event.target) == _path_key(other.target):
-            name = repr(event.target.const) if event.target.is_known else f"`{name_of(_second(event.node))}`"
-            yield at(event, f"every rank writes the file {name}.")
+            name = f" {event.target.const!r}" if event.target.is_known else ""
+            yield at(event, f"every rank writes the file{name}.")
 
 
 def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
@@ -70,10 +70,6 @@ def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
         if Taint.RANK & item.taint or (Taint.UNKNOWN & item.taint and not Taint.LOCAL & item.taint):
             for arm in item.arms:
                 yield from events(arm, "save")
-
-
-def _second(node: Any) -> Any:
-    return node.args[1] if len(node.args) > 1 else None
 
 
 @rule("PL042")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
-from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, loops, walk
+from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, loops
 from paceline.lint.values import Value
 
 _MODELS = ("model", "ddp", "fsdp")
@@ -26,10 +26,6 @@ def _changes_weights(event: TraceEvent) -> bool:
     return event.kind == "step" and event.what != "scheduler"
 
 
-def _is_wrapped(optimizer: Value) -> bool:
-    return any(model.kind in ("ddp", "fsdp") for model in _models(optimizer))
-
-
 @rule("PL013")
 def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a step of an optimizer, scheduler or scaler that only some witnesses take."""
@@ -41,7 +37,8 @@ def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             taken = {(event.what, id(event.target.node)) for event in other.events("step")}
             for event in one.events("step"):
                 target = event.target
-                if target.kind != "optimizer" or not _is_wrapped(target) or id(target.node) not in made:
+                wrapped = any(model.kind in ("ddp", "fsdp") for model in _models(target))
+                if target.kind != "optimizer" or not wrapped or id(target.node) not in made:
                     continue
                 if (event.what, id(target.node)) not in taken:
                     ranks = f"rank {one.place.rank}, and not on rank {other.place.rank}"
@@ -52,8 +49,7 @@ def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def _rounds(witness: WitnessTrace) -> Iterator[tuple[LoopItem, list[TraceEvent]]]:
     """Yield each loop with the events in it."""
     for loop in loops(witness.items):
-        found = [item for item in walk(loop.body) if isinstance(item, TraceEvent)]
-        yield loop, found
+        yield loop, list(events(loop.body))
 
 
 def _parts(model: Value, depth: int = 4) -> set[Value]:
@@ -231,18 +227,9 @@ def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
             wrapper = wrapped.get(dep)
             if wrapper is None or wrapper in through or dep.fact("escaped") or wrapper.fact("escaped"):
                 continue
-            if wrapper.fact("own_sync") or not any(_steps(witness, dep)):
-                continue
-            saw = (
-                "the forward calls the module inside of the wrapper, so gradients are not summed over ranks."
-            )
-            yield at(item, saw)
-
-
-def _steps(witness: WitnessTrace, model: Value) -> Iterator[TraceEvent]:
-    for event in witness.events("step"):
-        if event.target.kind == "optimizer" and model in _models(event.target):
-            yield event
+            targets = [event.target for event in witness.events("step") if event.target.kind == "optimizer"]
+            if not wrapper.fact("own_sync") and any(dep in _models(target) for target in targets):
+                yield at(item, "the forward goes past the wrapper, so gradients are not summed over ranks.")
 
 
 @rule("PL052")
