@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 from contextlib import suppress
 from typing import Any
@@ -21,7 +20,6 @@ from paceline.lint.facts import (
     make,
     take_slice,
 )
-from paceline.lint.names import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
 
 _OF_CONSTANTS = ("int", "str", "float", "bool", "min", "max", "abs", "sum", "round", "any", "all")
@@ -332,10 +330,6 @@ def call_builtin(c: KnownCall) -> Value:
         kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
         is_same = c.name in ("int", "float") and not first.kind
         return first if is_same else Value(kind, taint=mix(c.args), deps=deps_of(c.args))
-    if c.name == "isinstance":
-        return call_isinstance(first, c.args[1] if len(c.args) > 1 else unknown())
-    if c.name in ("hasattr", "getattr"):
-        return call_getattr(c.run, first, c.args, c.node, c.name)
     if c.name == "super":
         names = list(c.run.frame.names.values())
         return Value("super", ref=c.args[1] if len(c.args) > 1 else names[0] if names else unknown())
@@ -359,32 +353,6 @@ def call_range(run: Any, args: list[Value]) -> Value:
         whole = Value("list", attrs={"#even": is_even or stop.fact("even")})
         inherit(value, [take_slice(run, whole, Value("slice", ref=tuple(args)))])
     return value
-
-
-def call_isinstance(one: Value, cls: Value) -> Value:
-    if one.kind == "union":
-        found = [call_isinstance(part, cls) for part in one.ref]
-        if all(part.is_known and part.const == found[0].const for part in found):
-            return found[0]
-        return unknown(Taint.NONE)
-    names = {canonical(part.ref).rpartition(".")[2] for part in (cls.items or (cls,)) if part.kind == "lib"}
-    kinds = _WRAPPERS | {"DistributedSampler": "sampler"}
-    if one.kind in ("ddp", "fsdp", "dp", "model") and names and names <= set(kinds):
-        return constant(one.kind in {kinds[name] for name in names})
-    return unknown(Taint.NONE)
-
-
-def call_getattr(run: Any, owner: Value, args: list[Value], node: ast.AST, last: str) -> Value:
-    from paceline.lint import library  # which is built on this file
-
-    name = args[1].const if len(args) > 1 and args[1].is_known else None
-    if owner.kind in ("ddp", "fsdp", "model") and name == "module":
-        if last == "hasattr":
-            return constant(owner.kind != "model")
-        return owner.attrs["module"] if owner.kind != "model" else args[2] if len(args) > 2 else unknown()
-    if isinstance(name, str) and last == "getattr" and len(args) == 2:
-        return library.get_attribute(run, owner, name, node)
-    return unknown(owner.taint, owner.deps)
 
 
 @known("copy.deepcopy itertools.cycle itertools.chain collections.deque builtins.list")

@@ -53,7 +53,14 @@ def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loader that gives every rank all samples, and trains a wrapped model."""
     for event, dataset in _plain_loaders(witnesses[0]):
         if not dataset.fact("iterable") and not _mentions_split(dataset):
-            saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
+            epochs = [
+                one.loops[0]
+                for one in witnesses[0].events("iterate")
+                if one.loader is event.loader and one.loops
+            ]
+            lines = [loop.line for loop in loops(witnesses[0].items) if id(loop.node) in epochs]
+            also = f", and the loop of line {lines[0]} has no set_epoch to call" if lines else ""
+            saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler{also}."
             yield at(event, saw)
 
 
