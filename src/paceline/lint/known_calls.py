@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 from contextlib import suppress
-from typing import Any
 
 from paceline.lint import methods
 from paceline.lint.facts import (
@@ -282,42 +281,26 @@ def call_islice(c: KnownCall) -> Value:
     return take_slice(c.run, c.args[0], Value("slice", taint=mix(bounds), ref=tuple(bounds)))
 
 
-@known("mp.spawn mp.Process")
+@known("mp.spawn")
 def call_spawn(c: KnownCall) -> Value:
-    target = c.pick(0, "fn") if c.name != "Process" else c.kwargs.get("target")
-    given = (c.pick(1, "args") if c.name != "Process" else c.kwargs.get("args")) or sequence((), "tuple")
-    if target is None or target.kind != "func":
-        return unknown()
-    place, spawned = c.run.place, c.run.is_spawned
-    c.run.place, c.run.is_spawned = place.spawned(), True
-    count = c.pick(2, "nprocs") if c.name != "Process" else None
-    values = [call_as_world(c.run, value, count) for value in given.items or ()]
-    if c.name != "Process":
-        values = [methods.place_value(c.run, "rank"), *values]
-    try:
+    target, count = c.pick(0, "fn") or unknown(), c.pick(2, "nprocs") or unknown()
+    place, world = c.run.place, methods.place_value(c.run, "world")
+    values = [methods.place_value(c.run, "rank")]
+    for value in (
+        c.pick(1, "args") or unknown()
+    ).items or ():  # a witness's world has any number of processes
+        is_count = value is count or (value.is_known and count.is_known and value.const == count.const)
+        values.append(world if is_count or value.fact("devices") else value)
+    if target.kind == "func":
+        c.run.place, c.run.is_spawned = place.spawned(), True
         c.run.call_function(target, values, {}, c.node)
-    finally:
-        c.run.place, c.run.is_spawned = place, spawned
+        c.run.place, c.run.is_spawned = place, False
     return unknown()
-
-
-def call_as_world(run: Any, value: Value, count: Value | None) -> Value:
-    """Return an argument of spawned processes: their number is the size of the world of a witness."""
-    same = count is not None and (
-        value is count or (value.is_known and count.is_known and value.const == count.const)
-    )
-    return methods.place_value(run, "world") if same or value.fact("devices") else value
 
 
 @known("builtins.*")
 def call_builtin(c: KnownCall) -> Value:
     first = c.args[0] if c.args else unknown(Taint.NONE)
-    if c.name == "range":
-        return call_range(c.run, c.args)
-    if c.name == "enumerate":
-        return call_wrapped("enumerate", first)
-    if c.name == "zip":
-        return Value("zip", ref=tuple(c.args), taint=mix(c.args))
     if c.name == "len":
         length = known_length(first)
         return constant(length, first.taint) if length is not None else unknown(first.taint & ~Taint.LOCAL)
@@ -340,18 +323,17 @@ def call_builtin(c: KnownCall) -> Value:
     if c.name == "dict":
         entries = dict(c.kwargs) if not c.args else None
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
-    if c.name == "open":
-        return Value("file", ref=first, taint=first.taint)
     return unknown(mix(c.values), deps_of(c.args))
 
 
-def call_range(run: Any, args: list[Value]) -> Value:
-    value = Value("range", taint=mix(args), ref=tuple(args))
-    if len(args) == 3:  # as a slice of what has as many elements
-        stop = args[1]
-        is_even = isinstance(stop.const, int) and stop.const % run.place.world == 0
+@known("builtins.range")
+def call_range(c: KnownCall) -> Value:
+    value = Value("range", taint=mix(c.args), ref=tuple(c.args))
+    if len(c.args) == 3:  # as a slice of what has as many elements
+        stop = c.args[1]
+        is_even = isinstance(stop.const, int) and stop.const % c.run.place.world == 0
         whole = Value("list", attrs={"#even": is_even or stop.fact("even")})
-        inherit(value, [take_slice(run, whole, Value("slice", ref=tuple(args)))])
+        inherit(value, [take_slice(c.run, whole, Value("slice", ref=value.ref))])
     return value
 
 
@@ -376,13 +358,10 @@ def call_passes(c: KnownCall) -> Value:
     return first
 
 
-@known("*.tqdm")
-def call_progress(c: KnownCall) -> Value:
-    first = c.pick(0, "iterable") or sequence(())
-    return call_wrapped("iterator", first)
-
-
-def call_wrapped(kind: str, source: Value) -> Value:
+@known("*.tqdm builtins.enumerate")
+def call_wrapped(c: KnownCall) -> Value:
+    source = c.pick(0, "iterable") or sequence(())
+    kind = "enumerate" if c.name == "enumerate" else "iterator"
     value = Value(kind, ref=source, taint=source.taint, deps=source.deps)
     inherit(value, [source])
     return value
@@ -396,6 +375,8 @@ _SIMPLE: dict[str, Handler] = {
         node=c.node,
         attrs={"#dtype": c.kwargs.get("dtype")},
     ),
+    "builtins.zip": lambda c: Value("zip", ref=tuple(c.args), taint=mix(c.args)),
+    "builtins.open": lambda c: Value("file", taint=mix(c.args[:1])),
     "dist.destroy_process_group": lambda c: c.tell("destroy", constant(None)),
     "itertools.count itertools.repeat": lambda c: Value("list", attrs={"#element": unknown(), "#even": True}),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),

@@ -26,7 +26,7 @@ HANDLERS = known_calls  # which registers what it knows
 
 # Other values don't mean other sizes.
 SIZES = words("shape size ndim dim numel dtype device requires_grad is_cuda stride element_size")
-_OF_SCRIPT = ("instance", "model", "dataset", "optimizer")
+_OF_SCRIPT = ("class", "instance", "model", "dataset", "optimizer")
 # What a decorator says of a function.
 _DECORATORS = {name: name for name in ("no_grad", "property", "static", "classmethod", "context")}
 _DECORATORS |= {"inference_mode": "no_grad", "cached_property": "property", "staticmethod": "static"}
@@ -55,18 +55,14 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     if name in owner.attrs:
         value: Value = owner.attrs[name]
         return value
-    if owner.kind in ("instance", "model", "dataset") and owner.script_class is not None:
-        member: Value | None = owner.ref.find(name)
-        if member is not None and member.kind == "func" and member.fact("property"):
+    member = _member(owner, name)
+    if member is not None and member.kind == "func" and owner.kind != "class":
+        if member.fact("property"):
             return run.call_function(member, [], {}, node, owner=owner)  # type: ignore[no-any-return]
-        if member is not None and member.kind == "func" and not member.fact("static"):
+        if not member.fact("static"):
             return Value("func", ref=member.ref, node=member.node, attrs={**member.attrs, "#self": owner})
-        if member is not None:
-            return member
-    if owner.kind == "class":
-        member = owner.ref.find(name)
-        if member is not None:
-            return member
+    if member is not None:
+        return member
     # Whatever it is: the same object each time.
     taint = owner.taint
     if owner.fact("escaped") or owner.kind in ("instance", "class", "func"):
@@ -160,10 +156,15 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     return Value(kind, taint=owner.taint | (key.taint & ~Taint.UNKNOWN), deps=owner.deps)
 
 
-def _method(value: Value, name: str) -> Value | None:
-    """Return a method of an object of the script's."""
+def _member(value: Value, name: str) -> Value | None:
+    """Return a member of a class of the script's, or of an object of one."""
     cls = value.script_class if value.kind in _OF_SCRIPT else None
-    return cls.method(name) if cls is not None else None
+    return cls.find(name) if cls is not None else None
+
+
+def _method(value: Value, name: str) -> Value | None:
+    member = _member(value, name) if value.kind != "class" else None
+    return member if member is not None and member.kind == "func" else None
 
 
 def iterate(run: Any, source: Value, node: ast.AST) -> Value:
@@ -308,13 +309,11 @@ def call_method(c: KnownCall) -> Value:
         return each(c, owner, lambda one: call_method(replace(c, owner=one)))
     if owner.kind == "super":
         return _call_super(c)
-    if owner.kind in ("lib", "module", "class") or name in owner.attrs:
+    if owner.kind in ("lib", "module", "class") or name in owner.attrs or _member(owner, name) is not None:
         member = get_attribute(c.run, owner, name, c.node)
         if owner.kind == "class" and member.fact("classmethod"):
             c.args.insert(0, owner)
         return call(c, member)
-    if owner.kind in _OF_SCRIPT and owner.script_class is not None and owner.ref.find(name) is not None:
-        return call(c, get_attribute(c.run, owner, name, c.node))
     result = methods.call(c)
     if result is not None:
         return result

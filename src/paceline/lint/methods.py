@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from contextlib import suppress
 from typing import Any
 
@@ -47,17 +46,15 @@ def place_value(run: Any, field: str, *, text: bool = False) -> Value:
 
 def read_environment(run: Any, owner: Value, key: Value, default: Value | None) -> Value:
     """Return a variable of the environment."""
-    if key.is_known and str(key.const) in owner.attrs:
-        value: Value = owner.attrs[str(key.const)]
-        return value
-    if key.is_known and key.const in RANK_WORDS:
-        run.reads.add(key.const)
-        return place_value(run, RANK_WORDS[key.const], text=True)
+    name = str(key.const) if key.is_known else ""
+    if name in owner.attrs:
+        return owner.attrs[name]  # type: ignore[no-any-return]
+    if name in RANK_WORDS:
+        run.reads.add(name)
+        return place_value(run, RANK_WORDS[name], text=True)
     if default is not None and not default.is_known:
         return unknown(default.taint)
-    if key.is_known and key.const in ("HOSTNAME", "HOST"):
-        return unknown(Taint.RANK)
-    return unknown(Taint.NONE)
+    return unknown(Taint.RANK if name in ("HOSTNAME", "HOST") else Taint.NONE)
 
 
 def batch_of(run: Any, loader: Value) -> Value:
@@ -102,13 +99,14 @@ def is_quiet(run: Any, model: Value) -> bool | None:
     return found
 
 
-def backward(run: Any, loss: Value, node: ast.AST) -> None:
+def backward(c: KnownCall) -> Value:
     """Record a backward."""
+    loss = c.owner
     wrapped = [dep for dep in loss.deps if dep.kind in ("ddp", "fsdp") or dep.fact("sharded")]
-    quiet = {model: is_quiet(run, model) for model in wrapped}
-    run.emit(
+    quiet = {model: is_quiet(c.run, model) for model in wrapped}
+    return c.tell(
         "backward",
-        node,
+        constant(None),
         deps=loss.deps,
         quiet=quiet,
         scaler=loss.fact("scaled"),
@@ -121,8 +119,7 @@ def call(c: KnownCall) -> Value | None:
     """Return the result of a method that means something, or None."""
     owner, name, args = c.owner, c.name, c.args
     if name == "backward" and owner.kind in ("tensor", ""):
-        backward(c.run, owner, c.node)
-        return constant(None)
+        return backward(c)
     if name == "bind" and args and args[0].items and str(args[0].items[-1].const) == "0":
         c.run.set(owner.attrs, "#free_port", True)
     if name == "getsockname" and owner.fact("free_port"):
