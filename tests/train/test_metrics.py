@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -264,14 +265,33 @@ def test_lines_that_are_no_rows_are_kept_beside_the_file(tmp_path: Path) -> None
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == spoilt
 
 
-def test_a_full_disk_has_a_code_and_does_not_come_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_taken", [0, 1, 20])
+def test_rows_wait_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_taken: int
+) -> None:
+    """Of each write, a full disk may take some bytes; no line is torn, doubled or lost."""
+    monkeypatch.setattr("paceline.train.metrics._FLUSH_S", 0.0)
     writer = MetricsWriter(tmp_path, last_step=0)
-    with Path("/dev/full").open("w", encoding="utf-8") as full:
-        os.dup2(full.fileno(), writer._steps.fileno())
-    with pytest.raises(PacelineError, match="No space left") as caught:
-        writer.write(row(1))
-    assert caught.value.code == "PL523"
+    writer.write(row(1))
+    path, limit = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # the kernel then takes the bytes up to the limit, as a disk does
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + num_taken, limit[1]))
+        writer.amend({"early": 1.0})
+        for number in (2, 3):
+            writer.write(row(number))
+        writer.amend({"late": 2.0})
+        assert path.read_bytes().count(b"\n") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert caplog.text.count("Training goes on.") == 1
+    writer.write(row(4))
     writer.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [found["step"] for found in rows] == [1, 2, 3, 4]
+    assert rows[2]["late"] == 2.0
+    assert "last rows" not in caplog.text
 
 
 @pytest.mark.parametrize("removes", [True, False])
@@ -286,7 +306,7 @@ def test_a_folder_that_goes_away_ends_the_run(tmp_path: Path, removes: bool) -> 
         folder.rename(tmp_path / "elsewhere")
         folder.mkdir()
     with pytest.raises(PacelineError, match="no longer the folder") as caught:
-        writer.flush()
+        writer.write_evaluation(1, {"loss": 1.0})
     assert caught.value.code == "PL522"
     assert ("was removed" if removes else f"renamed to {tmp_path}/elsewhere") in str(caught.value)
     writer.close()
@@ -319,15 +339,15 @@ def test_a_disk_that_stands_still_stops_no_step(
     monkeypatch.setattr("paceline.train.metrics._FLUSH_S", 0.0)
     monkeypatch.setattr("paceline.train.metrics.WAIT_S", 0.1)
     monkeypatch.setattr("paceline.train.metrics._CLOSING_S", 20.0 if answers else 0.1)
-    is_still, append = threading.Event(), metrics._append
+    is_still, write = threading.Event(), metrics._write_end
 
-    def wait_and_append(*args: Any) -> None:
+    def wait_and_write(*args: Any) -> None:
         is_still.wait(60)
-        append(*args)
+        write(*args)
 
     writer = MetricsWriter(tmp_path, last_step=0)
     writer.write(row(1))
-    monkeypatch.setattr(metrics, "_append", wait_and_append)
+    monkeypatch.setattr(metrics, "_write_end", wait_and_write)
     begin_s = time.monotonic()
     for number in range(2, 30):
         writer.write_update({"step": number})
@@ -344,5 +364,3 @@ def test_a_disk_that_stands_still_stops_no_step(
     assert ("does not take the last rows" in caplog.text) is not answers
     is_still.set()
     assert writer._disk.wait(20)
-    for file in (writer._steps, writer._evaluations, writer._folder):
-        file.close()

@@ -25,7 +25,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,19 @@ class Commits:
         keep: how many valid checkpoints stay, at least 1.
         generation: number of the start that writes; None: any start may commit (`generation.py`).
         best: step of a checkpoint that stays beside them.
+        check: raises if the folder is no longer the run's; called by each save before it writes.
     """
 
     def __init__(
-        self, run_folder: str | Path, keep: int, generation: int | None = None, best: int | None = None
+        self,
+        run_folder: str | Path,
+        keep: int,
+        generation: int | None = None,
+        best: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         assert keep >= 1
+        self.check = check or (lambda: None)
         self._best = best
         self.path = Path(run_folder) / CHECKPOINTS
         self.keep = keep
@@ -301,6 +308,7 @@ class Save:
         with contextlib.ExitStack() as held:
             held.enter_context(self._checkpoints.explained(self._step, self._num_bytes))
             held.enter_context(_saving)
+            self._checkpoints.check()
             files.make_folder(self._checkpoints.path)
             has_lock = held.enter_context(files.lock(self._checkpoints.path / LOCK))
             if has_lock:

@@ -17,7 +17,7 @@ class CheckpointFolder(Commits):
     Args:
         run_folder: the run's folder; made at the first save.
         keep: how many valid checkpoints stay, at least 1.
-        generation, best: as for `Commits`.
+        generation, best, check: as for `Commits`.
     """
 
     def list_runs(self) -> dict[Path, str]:

@@ -27,7 +27,7 @@ class DiskThread:
             raise error
         return True
 
-    def begin(self, task: Callable[[], None]) -> None:
+    def begin(self, task: Callable[[], object]) -> None:
         """Run a task; the last one has ended."""
 
         def run() -> None:

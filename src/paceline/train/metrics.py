@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
 import math
@@ -10,9 +10,9 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -78,26 +78,33 @@ class MetricsWriter:
             that the file holds each step once.
         open_feed: returns the feed of sinks, once the folder is ready; `None` without sinks.
 
-    Every method raises PL522 if the folder was renamed or removed, and PL523 if a write fails. If the disk
-    stands still, training goes on after a moment, and the error comes later.
+    Every method raises PL522 if the folder was renamed or removed, and PL523 if no file can be opened. If
+    the disk stands still or is full, training goes on, and rows wait for it.
     """
 
     def __init__(self, folder: Path, *, last_step: int, open_feed: Callable[[], Feed] | None = None) -> None:
-        self._path = folder / METRICS
-        self._pending: list[tuple[float, dict[str, Any]]] = []
-        self._pending_evaluations: list[dict[str, Any]] = []
-        self._updates, self._pending_updates = (folder / UPDATES).absolute(), list[dict[str, Any]]()
+        self._steps, self._evaluations, self._updates = (
+            folder.absolute() / name for name in (METRICS, EVALUATIONS, UPDATES)
+        )
+        # Rows that no sink has got, and those that the disk has not taken.
+        self._unsent: list[tuple[float, dict[str, Any]]] = []
+        self._waiting: dict[Path, list[dict[str, Any]]] = {
+            path: [] for path in (self._steps, self._evaluations, self._updates)
+        }
         self._disk = DiskThread()
         self._last_flush_s = -math.inf
         self._memory_bytes, self._gpu = 0, dict[str, float]()
-        self._has_failed = False
-        with self._writing():
-            self._folder = OpenFolder(folder)
-            for name in (METRICS, EVALUATIONS, UPDATES):
-                drop_rows_after(folder / name, last_step)
-            self._steps = (folder / METRICS).open("a", encoding="utf-8")
-            self._evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
+        self._has_failed = self._is_told = False
         self._last_row: dict[str, Any] = {}
+
+        def start() -> None:
+            self._folder = OpenFolder(folder)
+            for path in self._waiting:
+                drop_rows_after(path, last_step)
+            for path in (self._steps, self._evaluations):
+                path.open("a").close()
+
+        self._run(start)
         self.feed = open_feed() if open_feed is not None else None
 
     def measure(self, device: torch.device) -> tuple[int, dict[str, float]]:
@@ -108,7 +115,8 @@ class MetricsWriter:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a step's row; the first call over 1 s after the last flush writes all rows to the file."""
-        self._pending.append((time.time(), row))
+        self._unsent.append((time.time(), row))
+        self._waiting[self._steps].append(row)
         self._last_row = row
         if self._is_due():
             self.flush()
@@ -120,92 +128,87 @@ class MetricsWriter:
             PacelineError: PL734 if the row has another value of such a name.
         """
         row = self._last_row
-        taken = [name for name in values if name == "step" or not _is_free(row.get(name))]
+        taken = [name for name in values if name == "step" or not _is_empty(row.get(name))]
         if taken or not row:
             raise _log_error(taken[0] if taken else next(iter(values)), row)
         row |= values
-        if self._pending:
+        if self._unsent:
             return
-
-        def task() -> None:
-            self._folder.check()
-            rest = _dump(dict(values))
-            with self._path.open("r+b") as file:
-                # The row then is torn or complete whenever this process is killed.
-                file.seek(-len(b"}\n"), os.SEEK_END)
-                file.write(f", {rest[1:]}\n".encode())
-
-        if not self._run(task):
-            log.warning("The disk does not take %s of step %d.", ", ".join(values), row["step"])
         if self.feed is not None:
             self.feed.send(steps=[(row["step"], _list_numbers(values), time.time())])
+        if self._is_free(0.0) and self._waiting[self._steps]:
+            return
+        rest = _dump(dict(values))
+        if not self._run(lambda: self._append(self._steps, f", {rest[1:]}\n", over=b"}\n")):
+            log.warning("The disk does not take %s of step %d.", ", ".join(values), row["step"])
 
     def flush(self) -> None:
         """Write the collected rows; many at once take half the time, which matters for short steps."""
-        pending, evaluations, updates = self._pending, self._pending_evaluations, self._pending_updates
+        if self.feed is not None and self._unsent:
+            rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in self._unsent]
+            self.feed.send(steps=rows)
+        self._unsent = []
+        num_rows = {path: len(rows) for path, rows in self._waiting.items() if rows}
 
         def task() -> None:
-            self._folder.check()
-            _append(self._steps, [row for _, row in pending])
-            _append(self._evaluations, evaluations)
-            if updates:  # no other run has such a file
-                with self._updates.open("a", encoding="utf-8") as file:
-                    _append(file, updates)
+            for path, count in num_rows.items():
+                waiting = self._waiting[path]
+                if self._append(path, "".join(_dump(row) + "\n" for row in waiting[:count])):
+                    del waiting[:count]
 
         self._last_flush_s = time.monotonic()
-        if not self._run(task):
-            return
-        if self.feed is not None and pending:
-            rows: list[Row] = [(row["step"], _list_numbers(row), wall_s) for wall_s, row in pending]
-            self.feed.send(steps=rows)
-        self._pending, self._pending_evaluations, self._pending_updates = [], [], []
+        self._run(task)
 
     def write_update(self, row: dict[str, Any]) -> None:
         """Append a row to `updates.jsonl` with the next rows of metrics."""
-        self._pending_updates.append(row)
+        self._waiting[self._updates].append(row)
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Append the results of an evaluation after `step` to `evaluations.jsonl`."""
-        self._pending_evaluations.append({"step": step, **values})
+        self._waiting[self._evaluations].append({"step": step, **values})
         self.flush()
         if self.feed is not None:
             self.feed.send(evaluation=(step, values, time.time()))
 
     def close(self) -> None:
-        """Flush and close the files; an earlier failure is not raised again."""
+        """Flush; an earlier failure is not raised again."""
         try:
             if not self._has_failed and self._is_free(_CLOSING_S):
                 self.flush()
         finally:
-            if self._is_free(0.0):  # else the thread holds the files
-                for file in (self._steps, self._evaluations, self._folder):
-                    with contextlib.suppress(OSError):  # rows that do not fit on a full disk
-                        file.close()
-            else:
-                log.warning("The disk does not take the last rows of %s.", self._path)
+            if any(self._waiting.values()):
+                log.warning("The disk does not take the last rows of %s.", self._steps)
             if self.feed is not None:
                 self.feed.close()
 
-    def _run(self, task: Callable[[], None]) -> bool:
+    def _run(self, task: Callable[[], object]) -> bool:
         """Run a task on the disk; return False, and do not, if the last one still runs."""
         if not self._is_free(0.0):
             return False
         self._disk.begin(task)
         if not self._is_free(WAIT_S):
-            log.warning("The disk has not taken a row of %s for %g s. Training goes on.", self._path, WAIT_S)
+            log.warning("The disk has not taken a row of %s for %g s. Training goes on.", self._steps, WAIT_S)
+        return True
+
+    def _append(self, path: Path, text: str, over: bytes = b"") -> bool:
+        """Write text to the end of a file, over its last bytes; return False if the disk does not take it."""
+        self._folder.check()
+        try:
+            _write_end(path, text.encode(), over)
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                log.warning("%s Training goes on.", unwritable_error(path, error).saw)
+            return False
+        self._is_told = False
         return True
 
     def _is_free(self, timeout_s: float) -> bool:
-        with self._writing():
-            return self._disk.wait(timeout_s)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
         try:
-            yield
+            return self._disk.wait(timeout_s)
         except OSError as error:
             self._has_failed = True
-            raise unwritable_error(self._path, error) from error
+            raise unwritable_error(self._steps, error) from error
         except PacelineError:
             self._has_failed = True
             raise
@@ -308,10 +311,20 @@ def drop_rows_after(path: Path, last_step: int) -> None:
     os.replace(partial, path)
 
 
-def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        file.write(_dump(row) + "\n")
-    file.flush()
+def _write_end(path: Path, data: bytes, over: bytes) -> None:
+    """Write to the end of a file, over its last bytes; if that fails, leave the file as it was."""
+    path.touch()
+    with path.open("r+b", buffering=0) as file:
+        begin = file.seek(-len(over), os.SEEK_END)
+        try:
+            # In one call: the last row is then torn or complete whenever this process is killed.
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.seek(begin)
+            file.write(over)
+            file.truncate()
+            raise
 
 
 def _dump(row: dict[str, Any]) -> str:
@@ -342,7 +355,7 @@ def _describe(value: Any) -> str:
     return repr(value)[:40] if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
 
 
-def _is_free(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

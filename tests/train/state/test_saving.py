@@ -32,6 +32,7 @@ from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.writing import joint
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy
 from paceline.errors import PacelineError
+from paceline.train import belongings, metrics
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
@@ -427,6 +428,53 @@ def test_a_disk_that_stands_still_fails_its_saves_only(
     assert [path.name for path in list_at(tmp_path)] == [f"step-0000000{n}" for n in (1, 4, 5)]
     assert describe_checkpoint(tmp_path / "checkpoints/step-00000005") == found["state"]
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+
+
+def save_in_a_folder_that_does_not_answer(world: Any, folder: str, settings: dict[str, Any]) -> Any:
+    """A stat of the run's folder hangs on rank 0 from step 2 to 4; then the folder is replaced by another."""
+    joint._STILL_S, metrics.WAIT_S, metrics._FLUSH_S = 0.6, 0.1, 0.0
+    trainer, answers, usual = build_trainer(**settings, max_failed_saves=2), threading.Event(), os.stat
+
+    def stat(path: Any, **kwargs: Any) -> os.stat_result:
+        if path == Path(folder):
+            answers.wait()
+        return usual(path, **kwargs)
+
+    trainer.resume(folder)
+    handles, longest_s, code = [], 0.0, ""
+    for number in steps(trainer, 6):
+        if number in (2, 5):
+            belongings.os.stat = stat if number == 2 else usual  # type: ignore[attr-defined, assignment]
+        if number == 5:
+            answers.set()
+            time.sleep(0.5)
+        if number == 6:
+            Path(folder).rename(f"{folder}-aside") if world.is_main else None
+            Path(folder).mkdir() if world.is_main else None
+        begin_s = time.monotonic()
+        try:
+            handles.append(trainer.save())
+            handles[-1].wait() if number in (1, 5, 6) else None
+        except PacelineError as error:
+            code = error.code
+        longest_s = max(longest_s, time.monotonic() - begin_s)
+    with contextlib.suppress(PacelineError):
+        trainer.close()
+    joint._STILL_S, metrics.WAIT_S, metrics._FLUSH_S = 60.0, 5.0, 1.0
+    return [each.failed for each in handles[:5]], longest_s < 15, code
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mode": "full"}, {"mode": "sharded", "asynchronous_saves": False}], ids=str
+)
+def test_a_folder_that_does_not_answer_fails_its_saves_only(
+    ranks: Pool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    for found in ranks.run(save_in_a_folder_that_does_not_answer, 2, (str(folder), settings)):
+        assert found == ([False, True, True, True, False], True, "PL522")
+    assert [path.name for path in list_at(tmp_path / "run-aside")] == ["step-00000001", "step-00000005"]
+    assert list(folder.iterdir()) == []
 
 
 def save_in_a_step(world: Any, folder: str) -> str:

@@ -241,6 +241,7 @@ class JointSave:
                 raise error
             folder = self._commits.name_temporary(self._order.step, self._order.token)
             with self._commits.explained(self._order.step, self._order.num_bytes):
+                self._commits.check()
                 files.make_folder(folder)
                 self._commits.refuse_older()
                 records = write_files(plans, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class RunStart:
     def __init__(self, world: World, folder: Path, *, keep: int, is_sharded: bool) -> None:
         self.folder = folder
         self.run_id, self.generation = secrets.token_hex(8), 1
-        self._world, self._keep = world, keep
+        self._world, self._keep, self._is_sharded = world, keep, is_sharded
         self._has_begun = False
         self._open_folder: OpenFolder | None = None
         view = find_view(world, folder)
@@ -62,7 +63,7 @@ class RunStart:
         self.newest = SharedVerification(world, checkpoints).find_newest(_warn_of_skip)
 
     def open(self) -> None:
-        """Note which folder this is, so that another one in its place is detected; on rank 0."""
+        """Note which folder this is, so that another one in its place is detected; on ranks that write."""
         self._open_folder = OpenFolder(self.folder)
 
     def adopt(self, identity: Mapping[str, Any]) -> None:
@@ -100,16 +101,15 @@ class RunStart:
             return number
 
         self.generation = run_on_main(self._world, begin)
+        if self._is_sharded and not self._world.is_main:
+            with suppress(OSError):  # its saves report that
+                self.open()
 
     def begin_save(self, best: int | None) -> CheckpointFolder:
         """Return the folder that a save of this start goes into, which keeps step `best`; collective."""
         self.begin()
-        return CheckpointFolder(self.folder, keep=self._keep, generation=self.generation, best=best)
-
-    def check_folder(self) -> None:
-        """Raise PL522 if the folder is no longer the one that the run began in; on rank 0."""
-        assert self._open_folder is not None
-        self._open_folder.check()
+        check = None if self._open_folder is None else self._open_folder.check
+        return CheckpointFolder(self.folder, self._keep, self.generation, best, check)
 
     def _refuse_newer(self) -> None:
         if new := set(list_checkpoints(self.folder / CHECKPOINTS)) - self._steps:

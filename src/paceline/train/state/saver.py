@@ -144,9 +144,7 @@ class Saver:
             gathered["islands"] = self._islands.state_dict()
 
         def describe() -> dict[str, Any]:
-            start.check_folder()
-            state = self._describe_state(counters)
-            return state | {"tracked": self.tracked.loaded} | gathered
+            return self._describe_state(counters) | {"tracked": self.tracked.loaded} | gathered
 
         state = self._list_state(describe)
         with nullcontext() if self._islands is None else self._islands.whole():

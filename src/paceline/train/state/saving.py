@@ -36,6 +36,7 @@ from paceline.checkpoint.names import step_name
 from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
 from paceline.torch_seams.groups import find_store
+from paceline.train.disk_thread import WAIT_S, DiskThread
 from paceline.train.state.background import Background
 from paceline.train.state.transfer import gather, name_rank
 from paceline.train.state.write import (
@@ -52,9 +53,9 @@ log = logging.getLogger(__name__)
 
 # How long rank 0 waits at its end for the shares of other ranks, which may have died.
 _CLOSING_S = 30.0
-# Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
-# the ranks' copies differ.
-_FATAL = ("PL510", "PL383", "PL418")
+# Failures that the next save would repeat: another run saves here, a newer start of this one has begun, the
+# ranks' copies differ, or the folder is gone.
+_FATAL = ("PL510", "PL383", "PL418", "PL522")
 
 
 class SaveHandle(os.PathLike[str]):
@@ -220,7 +221,9 @@ class Saving:
         if handle.outcome is not None:
             return
         if handle is not self._pending:  # the trainer was closed, and only rank 0 knows
-            there = handle.path.exists()
+            found, disk = list[bool](), DiskThread()
+            disk.begin(lambda: found.append(handle.path.exists()))
+            there = disk.wait(WAIT_S) and found[0]
             handle.outcome = Outcome(path=handle.path) if there else Outcome(error=_closed_error(handle))
             return
         begin_s = time.perf_counter()
