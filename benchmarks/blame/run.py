@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.memory.steps import StepMemory
 from paceline.profiling.analysis import analyse
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
@@ -69,11 +70,13 @@ def measure_gain(planted: Job, without: Job, *, is_first: bool) -> float:
 
 
 def record(job: Job, rank: int, folder: str) -> None:
-    recorder = StepRecorder(rank, RecordSettings(folder, after=NUM_AFTER, steps=NUM_STEPS))
+    steps = StepMemory()
+    recorder = StepRecorder(rank, RecordSettings(folder, after=NUM_AFTER, steps=NUM_STEPS), steps)
     recorder.install(torch)
     for _ in range(NUM_AFTER + NUM_STEPS + 2):
         job.step()
     recorder.finish()
+    steps.remove()
     dist.barrier()
 
 
