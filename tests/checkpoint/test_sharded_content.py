@@ -262,6 +262,17 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: reseal(path, b'"recipe.toml"', b'"state.json"'),
         "names 'state.json' twice",
     ),
+    "one of many names twice": (
+        lambda path: (
+            seal(path, files={f"part-{k:06}": FileRecord(8, "1" * 64) for k in range(100_000)}),
+            reseal(path, b'"part-099999"', b'"part-099998"'),
+        ),
+        "names 'part-099998' twice",
+    ),
+    "more names than any run has": (
+        lambda path: seal(path, files={f"part-{k:06}": FileRecord(8, "0" * 64) for k in range(300_000)}),
+        "has more than 33,554,432 bytes",
+    ),
     "a step that is no number": (
         lambda path: reseal(path, b'"step": 1', b'"step": 1e400'),
         "the step is inf",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ FORMAT_VERSION = 3
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # 100,000 ranks need about 20 MB.
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 32 << 20
 _ZEROS = "0" * 64
 _SEAL = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
 
@@ -151,6 +152,6 @@ def _parse_number(value: Any, what: str) -> int:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"it names {twice!r} twice")
     return found
