@@ -18,7 +18,7 @@ from paceline.generators import (
     write_generators,
 )
 from paceline.seeds import derive_seed
-from tests.checkpoint.states import load_newest
+from tests.checkpoint.states import load_newest, save_content
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,9 @@ def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
     draw()
     np.random.normal()  # so that halves of pairs wait in numpy and random
     folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(1, prepare_whole({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={})
+    save_content(
+        folder, 1, prepare_whole({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={}
+    )
     expected = [draw() for _ in range(3)]
     loaded = load_newest(folder)
     assert loaded is not None

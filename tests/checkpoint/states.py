@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded
-from paceline.checkpoint.content import prepare_whole
+from paceline.checkpoint.content import PreparedShare, prepare_whole, write_files
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.load import OnSkip, find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
@@ -83,10 +83,18 @@ def write_tensors(
     return plan_tensors(path.name, tensors, metadata=metadata).write(path.parent)
 
 
+def save_content(
+    folder: CheckpointFolder, step: int, content: PreparedShare, *, identity: dict[str, Any]
+) -> Path:
+    """Commit a checkpoint that this process alone writes."""
+    with folder.begin(step, num_bytes=content.num_bytes, identity=identity) as saving:
+        return saving.commit(write_files(content.list_files(), saving.folder))
+
+
 def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:
     """Save what the functions above make."""
     content = prepare_whole(make_model(step, size), make_optimizer(step), make_state(step), RECIPE)
-    return folder.save(step, content, identity=IDENTITY)
+    return save_content(folder, step, content, identity=IDENTITY)
 
 
 def assert_loaded(loaded: Loaded | None, step: int, size: int = 64) -> None:

@@ -32,6 +32,7 @@ from tests.checkpoint.states import (
     load_newest,
     make_model,
     save,
+    save_content,
 )
 
 
@@ -85,7 +86,7 @@ def test_an_empty_run_loads_nothing(folder: CheckpointFolder) -> None:
 
 
 def test_without_recipe(folder: CheckpointFolder) -> None:
-    path = folder.save(1, prepare_whole({}, None, {}, None), identity={})
+    path = save_content(folder, 1, prepare_whole({}, None, {}, None), identity={})
     loaded = load_checkpoint(path)
     assert (loaded.recipe_toml, loaded.model, loaded.optimizer, loaded.state) == (None, {}, None, {})
 
@@ -105,7 +106,7 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
         "channels last": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
         "negated": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
-    path = folder.save(1, prepare_whole(model, {}, {}, None), identity={})
+    path = save_content(folder, 1, prepare_whole(model, {}, {}, None), identity={})
     loaded = load_checkpoint(path).model
     assert list(loaded) == sorted(model)
     for name, tensor in loaded.items():
@@ -116,8 +117,8 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
 @pytest.mark.gpu
 def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
     tensor = torch.randn(4, 6, device="cuda")
-    path = folder.save(
-        1, prepare_whole({"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, None), identity={}
+    path = save_content(
+        folder, 1, prepare_whole({"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, None), identity={}
     )
     loaded = load_checkpoint(path)
     assert_same(loaded.model["w"], tensor.cpu())
@@ -127,7 +128,7 @@ def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
 def test_tied_weights_are_stored_once(folder: CheckpointFolder) -> None:
     weight = torch.randn(256, 256)
     model = {"b.head": weight, "a.embed": weight, "c.view": weight[:1], "d.turned": weight.t()}
-    path = folder.save(1, prepare_whole(model, {}, {}, None), identity={})
+    path = save_content(folder, 1, prepare_whole(model, {}, {}, None), identity={})
     assert 2 <= (path / "part-00000.safetensors").stat().st_size / weight.numel() / 4 < 2.1
     loaded = load_checkpoint(path).model
     assert loaded["b.head"] is loaded["a.embed"]
@@ -146,9 +147,11 @@ def test_what_was_read_lives_without_the_files(folder: CheckpointFolder) -> None
 def test_unstorable_state_is_refused_before_anything_is_written(folder: CheckpointFolder) -> None:
     state = {"tracked": {"ema": {"fn": print}}}
     with pytest.raises(PacelineError, match=r"state\.tracked\.ema\.fn"):
-        folder.save(1, prepare_whole({}, {}, state, None), identity={})
+        save_content(folder, 1, prepare_whole({}, {}, state, None), identity={})
     with pytest.raises(PacelineError, match=r"model\.w is a tensor on the meta device"):
-        folder.save(1, prepare_whole({"w": torch.empty(1, device="meta")}, {}, {}, None), identity={})
+        save_content(
+            folder, 1, prepare_whole({"w": torch.empty(1, device="meta")}, {}, {}, None), identity={}
+        )
     assert not folder.path.parent.exists()
 
 
@@ -213,7 +216,7 @@ def test_files_that_do_not_fit_together(folder: CheckpointFolder) -> None:
     """Put together by hand, with right hashes."""
     keeping = CheckpointFolder(folder.path.parent, keep=9)
     one, two, three = (save(keeping, step) for step in (1, 2, 3))
-    other = keeping.save(4, prepare_whole(make_model(4), {}, {}, None), identity={})
+    other = save_content(keeping, 4, prepare_whole(make_model(4), {}, {}, None), identity={})
     for path, name, words in (
         (two, "part-00000.safetensors", "refers to tensor 'rng.0', which no file has"),
         (
@@ -599,5 +602,7 @@ def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
 
 def test_identity_must_fit_json_before_anything_is_written(folder: CheckpointFolder) -> None:
     with pytest.raises(TypeError):
-        folder.save(1, prepare_whole({}, {}, {}, None), identity=IDENTITY | {"device": torch.device("cpu")})
+        save_content(
+            folder, 1, prepare_whole({}, {}, {}, None), identity=IDENTITY | {"device": torch.device("cpu")}
+        )
     assert not folder.path.exists()

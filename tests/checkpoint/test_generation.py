@@ -14,7 +14,7 @@ from paceline.checkpoint.generation import PREFIX, begin_generation, newest_gene
 from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.writing.joint import JointSave, Order
 from paceline.errors import PacelineError
-from tests.checkpoint.states import RECIPE, list_names, make_model, make_optimizer, make_state
+from tests.checkpoint.states import RECIPE, list_names, make_model, make_optimizer, make_state, save_content
 
 
 def prepare(step: int) -> PreparedShare:
@@ -116,5 +116,5 @@ def test_without_the_rule_it_would_commit(tmp_path: Path) -> None:
         save(tmp_path, 10, old)
     assert raised.value.code == "PL383"
     assert "Start 2 of the run" in raised.value.saw
-    CheckpointFolder(tmp_path, keep=9).save(10, prepare(10), identity={"generation": old})
+    save_content(CheckpointFolder(tmp_path, keep=9), 10, prepare(10), identity={"generation": old})
     assert generations(tmp_path) == {10: 1}

@@ -27,7 +27,7 @@ from paceline.checkpoint import (
 from paceline.checkpoint.content import prepare_whole, stream_bytes
 from paceline.checkpoint.tensors import UnreadableTensorsError, read_infos
 from paceline.errors import PacelineError
-from tests.checkpoint.states import assert_same, make_model, read_tensors, save, write_tensors
+from tests.checkpoint.states import assert_same, make_model, read_tensors, save, save_content, write_tensors
 
 
 @pytest.fixture
@@ -78,7 +78,9 @@ def test_hash_and_export_read_small_blocks(tmp_path: Path, monkeypatch: pytest.M
         "none": torch.empty(0, 3),
         "row": torch.randn(1, 99),
     }
-    path = CheckpointFolder(tmp_path, keep=1).save(1, prepare_whole(model, {}, {}, None), identity={})
+    path = save_content(
+        CheckpointFolder(tmp_path, keep=1), 1, prepare_whole(model, {}, {}, None), identity={}
+    )
     monkeypatch.setattr("paceline.checkpoint.content._BLOCK_BYTES", 64)
     unread = open_usable(path).model
     sizes = [len(data) for name in model for data in stream_bytes(unread[name])]
@@ -101,7 +103,9 @@ def test_an_export_reads_with_the_library(checkpoint: Path, tmp_path: Path) -> N
 
 def test_an_export_converts_floats_only(tmp_path: Path) -> None:
     model = {"w": torch.randn(3), "n": torch.tensor(5)}
-    path = CheckpointFolder(tmp_path, keep=1).save(1, prepare_whole(model, {}, {}, None), identity={})
+    path = save_content(
+        CheckpointFolder(tmp_path, keep=1), 1, prepare_whole(model, {}, {}, None), identity={}
+    )
     export_model(path, tmp_path / "m.safetensors", torch.bfloat16)
     again = load_file(tmp_path / "m.safetensors")
     assert_same(again["w"], model["w"].bfloat16())

@@ -16,7 +16,7 @@ from paceline.checkpoint import CheckpointFolder, load_checkpoint
 from paceline.checkpoint.content import prepare_whole
 from paceline.errors import PacelineError
 from paceline.train.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from tests.checkpoint.states import assert_same
+from tests.checkpoint.states import assert_same, save_content
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -40,7 +40,7 @@ def take_step(model: nn.Sequential, optimizer: Optimizer, number: int) -> None:
 
 
 def through_disk(tree: Any, folder: Path) -> Any:
-    path = CheckpointFolder(folder, keep=1).save(1, prepare_whole({}, tree, {}, None), identity={})
+    path = save_content(CheckpointFolder(folder, keep=1), 1, prepare_whole({}, tree, {}, None), identity={})
     return load_checkpoint(path).optimizer
 
 

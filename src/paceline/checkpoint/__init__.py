@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.commit import CheckpointFolder
     from paceline.checkpoint.export import export_model
     from paceline.checkpoint.fingerprint import hash_stored, hash_tensors
-    from paceline.checkpoint.folder import CheckpointFolder
     from paceline.checkpoint.identity import check_identity, describe_identity
     from paceline.checkpoint.load import (
         Loaded,
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointFolder": "folder",
+    "CheckpointFolder": "commit",
     "Loaded": "load",
     "check_identity": "identity",
     "describe_identity": "identity",

@@ -1,4 +1,4 @@
-"""Commits a run's checkpoints, and removes those that need not be kept.
+"""CheckpointFolder a run's checkpoints, and removes those that need not be kept.
 
 The steps of a save, each durable before the next begins:
 
@@ -32,7 +32,14 @@ from typing import Any
 from paceline.checkpoint import files
 from paceline.checkpoint.generation import newest_generation
 from paceline.checkpoint.hashed import FileRecord, HashedFile
-from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
+from paceline.checkpoint.manifest import (
+    FILE_NAME,
+    BadManifestError,
+    Manifest,
+    OtherFormatError,
+    dump_manifest,
+    read_manifest,
+)
 from paceline.checkpoint.names import (
     CHECKPOINTS,
     LOCK,
@@ -52,7 +59,7 @@ logger = logging.getLogger(__name__)
 _saving = threading.Lock()
 
 
-class Commits:
+class CheckpointFolder:
     """The checkpoints of one run as seen by those who write them; works without torch.
 
     Args:
@@ -84,20 +91,32 @@ class Commits:
         """Return the checkpoints by rising step, valid or not."""
         return list_checkpoints(self.path)
 
+    def list_runs(self) -> dict[Path, str]:
+        """Return the id of the run that wrote each checkpoint, if its manifest is readable and has one."""
+        found = {}
+        for path in self.steps().values():
+            with contextlib.suppress(BadManifestError, OtherFormatError):
+                run = read_manifest(path).identity.get("run")
+                if isinstance(run, str):
+                    found[path] = run
+        return found
+
     def begin(self, step: int, *, num_bytes: int, identity: dict[str, Any], token: str = "") -> Save:
         """Lock the folder and make a temporary one, into which any number of processes may write.
 
         Args:
             step: optimizer steps taken.
             num_bytes: about how many bytes will be written, for messages.
-            identity: as in `save`.
+            identity: of `describe_identity`; whatever else is in it must be fit for JSON.
             token: as in `name_temporary`.
 
         Returns:
             The save, to be used in a `with` block: left without `commit`, nothing of it stays.
 
         Raises:
-            PacelineError: PL508, PL510 or PL383, as `save`.
+            PacelineError: PL508 where the file system refuses, PL510 where another process is saving here,
+                PL383 where a newer start of the run has begun, PL504 where a newer Paceline's checkpoint of
+                this step is there.
         """
         assert step >= 0
         json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
@@ -295,7 +314,7 @@ class Save:
     """
 
     def __init__(
-        self, checkpoints: Commits, step: int, num_bytes: int, identity: dict[str, Any], token: str
+        self, checkpoints: CheckpointFolder, step: int, num_bytes: int, identity: dict[str, Any], token: str
     ) -> None:
         self._checkpoints = checkpoints
         self._step = step

@@ -6,7 +6,7 @@ It needs no locks and no clock; of two starts, each may believe that the other h
 
 1. A start creates the next number. Creation is exclusive, also on NFS, so each number has one start.
 2. It renames the temporary folders of all saves under way, so that their commits, which are renames, fail.
-3. A save makes its temporary folder first, and then looks for a newer number (`Commits.refuse_older`).
+3. A save makes its temporary folder first, then looks for a newer number (`CheckpointFolder.refuse_older`).
 
 If a save sees no newer number in 3, then its folder was there before the number in 1, so 2 finds it. A save
 of an older start is therefore committed before 2 or not at all.

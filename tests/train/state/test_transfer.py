@@ -14,6 +14,7 @@ from paceline.checkpoint import CheckpointFolder, open_usable
 from paceline.checkpoint.content import prepare_whole
 from paceline.errors import PacelineError
 from paceline.train.state.transfer import gather, load_on_main, run_on_main
+from tests.checkpoint.states import save_content
 from tests.dist.pool import Pool, RankError
 
 
@@ -105,8 +106,11 @@ def load_and_find_a_file_gone(world: Any, folder: str) -> None:
     """Rank 0 finds tensors whose file is removed before they are sent."""
 
     def load() -> Any:
-        path = CheckpointFolder(folder, keep=1).save(
-            1, prepare_whole({"a": torch.ones(3), "b": torch.ones(4)}, {}, {}, None), identity={}
+        path = save_content(
+            CheckpointFolder(folder, keep=1),
+            1,
+            prepare_whole({"a": torch.ones(3), "b": torch.ones(4)}, {}, {}, None),
+            identity={},
         )
         found = open_usable(path).model
         (path / "part-00000.safetensors").unlink()

@@ -28,7 +28,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.checkpoint import files
-from paceline.checkpoint.commit import Commits, save_failed_error
+from paceline.checkpoint.commit import CheckpointFolder, save_failed_error
 from paceline.checkpoint.content import write_files
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.same_copies import Digests, find_difference
@@ -99,7 +99,7 @@ class JointSave:
 
     def __init__(
         self,
-        commits: Commits,
+        commits: CheckpointFolder,
         order: Order,
         rank: int,
         store: Store | None,
