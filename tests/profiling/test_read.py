@@ -202,6 +202,24 @@ def test_without_an_optimizer_step_there_is_one_message(
     assert error.rstrip().endswith("[PL903]")
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_two_optimizers_of_one_class_end_one_step(tmp_path: Path, is_cut: bool) -> None:
+    """torch gives both one name; a recording may end between them."""
+    (path,) = write(tmp_path, job()[:1])
+    usual = len(read_traces([path])[0].steps)
+    table = json.loads(path.read_text())
+    firsts = [e for e in table["traceEvents"] if "Optimizer" in e["name"]]
+    for first in firsts:
+        first["dur"] -= 5
+    seconds = [e | {"ts": e["ts"] + e["dur"] + 1, "dur": 1} for e in firsts]
+    table["traceEvents"] += seconds[: -1 if is_cut else None]
+    path.write_text(json.dumps(table))
+    steps = read_traces([path])[0].steps
+    assert len(steps) == usual - is_cut
+    ends = [BASE_NS + round(1e3 * (e["ts"] + e["dur"])) for e in seconds]
+    assert [step.end_ns for step in steps] == pytest.approx(ends[: len(steps)], abs=1000)
+
+
 def test_msgspec_is_only_needed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "msgspec", None)
     with pytest.raises(PacelineError, match=r"pip install 'paceline\[profile\]'.*\[PL901\]"):

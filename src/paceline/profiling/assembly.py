@@ -189,8 +189,14 @@ def _find_steps(file: TraceFile, spans: Spans) -> tuple[TracedStep, ...]:
         return ()
     updates.sort(key=lambda i: int(spans[i, 1]))
     first = file.names[updates[0]]  # a job of several optimizers ends a step with the first one's
-    ends_ns = [int(spans[i, 1]) for i in updates if file.names[i] == first]
-    edges = [int(spans[:, 0].min()), *ends_ns]
+    ends_ns = np.array([spans[i, 1] for i in updates if file.names[i] == first])
+    # Two optimizers of one class look alike, but share the batches, which are loaded once for both.
+    loads = np.searchsorted(ends_ns, spans[file.kinds == EventKind.DATA, 0])
+    lasts = np.unique(np.append(loads[loads > 0], len(ends_ns)))
+    apart = np.diff(lasts)
+    if len(apart) > 1 and apart[0] > 1 and (apart[:-1] == apart[0]).all() and apart[-1] <= apart[0]:
+        ends_ns = ends_ns[lasts[: None if apart[-1] == apart[0] else -1] - 1]
+    edges = [int(spans[:, 0].min()), *ends_ns.tolist()]
     return tuple(TracedStep(n, *pair) for n, pair in enumerate(itertools.pairwise(edges), 1))
 
 
