@@ -11,7 +11,7 @@ HANG_S = 10.0
 
 
 def beat(rank: int, issued: int, completed: int, place: int = 1, phase: Any = "running") -> Beat:
-    return Beat(rank, 0.0, phase, {"0": issued}, {"0": completed}, (), place, phase == "joining")
+    return Beat(rank, 0.0, phase, {"0": issued}, {"0": completed}, place, phase == "joining")
 
 
 def process(rank: int, cpu_share: float, io_rate: float = 0.0, state: Any = "sleeping") -> Process:

@@ -1,8 +1,7 @@
-"""When calls of ranks that go on count as different, from what beats and other nodes tell."""
+"""When calls of ranks that go on count as different, from their reports."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,12 +9,13 @@ import pytest
 
 from paceline.watch.launcher.clock import Stillness
 from paceline.watch.launcher.nodes import NodeState
-from paceline.watch.protocol.report import Call, Group, Report, Seen
-from paceline.watch.protocol.wire import from_json, to_json
-from paceline.watch.reasoning.compare import Comparison, Prints, confirm, print_call, strip
+from paceline.watch.protocol.report import Call, Group, Report
+from paceline.watch.protocol.wire import to_json
+from paceline.watch.reasoning.compare import choose_calls, confirm
 from tests.watch.situations import NOW_S, call
 
 Change = dict[str, object]
+STILL = Stillness(0.0, 0.0, has_waiting=False)
 
 
 def series(numbers: Sequence[int], *, late_s: float = 0.0, at: int = 31, **fields: object) -> list[Call]:
@@ -24,158 +24,43 @@ def series(numbers: Sequence[int], *, late_s: float = 0.0, at: int = 31, **field
     return [replace(c, began_s=NOW_S + c.number + late_s) for c in made]
 
 
-def compare(*told: tuple[int, list[Call]]) -> bool:
-    comparison = Comparison()
-    for rank, calls in told:
-        comparison.note_calls(rank, [replace(c, frames=()) for c in calls])
-    return comparison.is_suspicious(0.0)
-
-
-# ---- what differs
-
-
-@pytest.mark.parametrize(
-    ("operation", "here", "there"),
-    [
-        ("all_reduce", {"op": "max"}, {"op": "sum"}),
-        ("reduce_scatter", {"op": "max"}, {"op": "sum"}),
-        ("all_reduce", {"dtypes": ("int64",)}, {"dtypes": ("float64",)}),
-        ("all_gather", {"dtypes": ("int64",)}, {"dtypes": ("float64",)}),
-        ("all_reduce", {"sizes": ((4,),)}, {"sizes": ((5,),)}),
-        ("broadcast", {"peer": 0}, {"peer": 1}),
-        ("broadcast", {}, {"operation": "reduce"}),
-        ("gather", {"peer": 1}, {"peer": 0}),
-    ],
-)
-def test_what_differs_is_suspicious(operation: str, here: Change, there: Change) -> None:
-    here, there = {"operation": operation} | here, {"operation": operation} | there
-    assert compare((0, series([5], **here)), (1, series([5], **there)))
-    assert not compare((0, series([5], **here)), (1, series([5], **here)))
-    assert not compare((0, series([5], **here)), (1, series([6], **there)))
-    assert not compare((0, series([5], **here, group="2")), (1, series([5], **there, group="3")))
-
-
-@pytest.mark.parametrize(
-    ("operation", "here", "there"),
-    [
-        ("all_reduce", {"op": None}, {"op": "sum"}),
-        ("all_reduce", {"sizes": ((4, 2),)}, {"sizes": ((8,),)}),
-        ("all_reduce", {"sizes": ((4,), (0,)), "dtypes": ("int64",)}, {"sizes": ((4,),)}),
-        ("all_gather", {"sizes": ((4,),)}, {"sizes": ((5,),)}),
-        ("reduce_scatter", {"sizes": ((4,),)}, {"sizes": ((5,),)}),
-        ("scatter", {"sizes": ()}, {"sizes": ((5,),)}),
-        ("broadcast", {"peer": None}, {"peer": 1}),
-        ("all_reduce", {}, {"operation": "something_new"}),
-        ("send", {"peer": 0}, {"operation": "recv", "peer": 1}),
-        ("monitored_barrier", {}, {"operation": "all_reduce"}),
-    ],
-)
-def test_what_may_differ_is_not(operation: str, here: Change, there: Change) -> None:
-    here, there = {"operation": operation} | here, {"operation": operation} | there
-    assert not compare((0, series([5], **here)), (1, series([5], **there)))
-
-
-def test_beats_of_different_times_meet_where_their_numbers_do() -> None:
-    comparison = Comparison()
-    comparison.note_calls(0, series(range(1, 200), op="sum"))
-    comparison.note_calls(1, series(range(150, 180), op="sum"))
-    comparison.note_calls(2, series(range(190, 300), op="sum"))
-    assert not comparison.is_suspicious(0.0)
-    comparison.note_calls(1, series(range(190, 195), op="max"))
-    assert comparison.is_suspicious(0.0)
-
-
-def test_a_group_that_starts_again_is_compared_anew() -> None:
-    comparison = Comparison()
-    comparison.note_calls(0, series(range(1, 50), op="sum"))
-    comparison.note_calls(1, series(range(1, 50), op="sum"))
-    comparison.note_calls(0, series(range(1, 20), op="max"))
-    comparison.note_calls(1, series(range(1, 20), op="max"))
-    assert not comparison.is_suspicious(0.0)
-    comparison.note_calls(1, series([20], op="max"))
-    comparison.note_calls(0, series([20], op="sum"))
-    assert comparison.is_suspicious(0.0)
-
-
-def test_a_suspicion_in_vain_is_followed_by_longer_and_longer_rests() -> None:
-    comparison = Comparison()
-    rests = []
-    now_s = 0.0
-    for _ in range(7):
-        comparison.note_calls(0, series([5], op="sum"))
-        comparison.note_calls(1, series([5], op="max"))
-        began_s = now_s
-        while not comparison.is_suspicious(now_s):
-            now_s += 10.0
-        rests.append(now_s - began_s)
-        comparison.drop_suspicion(now_s)
-        assert not comparison.is_suspicious(now_s + 1000.0)
-    assert rests == [0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
-
-
-def test_what_is_kept_is_bounded() -> None:
-    comparison = Comparison()
-    for first in range(1, 20_000, 200):
-        comparison.note_calls(0, series(range(first, first + 200)))
-    for group in range(400):
-        comparison.note_calls(0, series([1], group=f"g{group}"))
-    assert len(comparison._sequences) == 256
-    comparison = Comparison()
-    for first in range(1, 20_000, 200):
-        comparison.note_calls(0, series(range(first, first + 200)))
-    assert len(comparison._sequences["0"].calls) == 2048
-    comparison.note_calls(1, series([1], op="max"))
-    assert not comparison.is_suspicious(0.0)
-
-
 # ---- other nodes
 
 
-def travel(state: NodeState) -> NodeState:
-    return from_json(NodeState, to_json(state))
+def test_a_node_reports_few_calls_of_one_rank_for_each_group() -> None:
+    everybody, pair = [Group(name, "", (0, 1)) for name in "01"]
+    many = series(range(1, 1001))
+    reports = {
+        3: replace(
+            make_report(3, [*many, *series(range(1, 6), group="1")]), groups={"0": everybody, "1": pair}
+        ),
+        2: make_report(2, many),
+    }
+    chosen = choose_calls(reports)
+    assert {rank: {c.group for c in report.calls} for rank, report in chosen.items()} == {2: {"0"}, 3: {"1"}}
+    assert [c.number for c in chosen[3].calls] == [1, 2, 3, 4, 5]
+    assert 16 <= len(chosen[2].calls) <= 64
+    assert len(to_json(NodeState("b", (2, 3), STILL, answers=chosen))) < 20_000
 
 
-def prints_of(rank: int, *told: list[Call]) -> Prints:
-    comparison = Comparison()
-    for calls in told:
-        comparison.note_calls(rank, calls)
-    still = Stillness(0.0, 0.0, has_waiting=False)
-    return travel(NodeState("node-b", (rank,), still, prints=comparison.read_prints())).prints
+@pytest.mark.parametrize("second", [1000, 600])
+def test_nodes_that_ask_at_different_times_report_the_same_calls(second: int) -> None:
+    here, there = (
+        {c.number for c in choose_calls({0: make_report(0, series(numbers))})[0].calls}
+        for numbers in (range(1000, 2000), range(1200, 1200 + second))
+    )
+    assert len(here & there) >= 40
+    assert {n for n in here if 1200 <= n < 1200 + second} <= there
 
 
-def test_nodes_compare_what_they_report_each_other() -> None:
-    comparison = Comparison()
-    comparison.note_calls(0, series(range(1, 300), op="sum"))
-    comparison.note_node(1, prints_of(8, series(range(200, 400), op="sum")))
-    assert not comparison.is_suspicious(0.0)
-    comparison.note_node(1, prints_of(8, series(range(250, 280), op="max")))
-    assert comparison.is_suspicious(0.0)
-
-
-def test_a_node_reports_its_own_ranks_calls_alone() -> None:
-    comparison = Comparison()
-    comparison.note_node(1, prints_of(8, series([1, 2], op="sum")))
-    assert comparison.read_prints() == {}
-    comparison.note_calls(0, series([2, 3], op="sum"))
-    assert [told[0] for told in comparison.read_prints()["0"]] == [3, 2]
-
-
-def test_a_node_reports_little() -> None:
-    busy = [series(range(first, first + 200), op="sum") for first in range(1, 2000, 200)]
-    many = [series(range(1, 100), group=f"g{n}", op="sum") for n in range(40)]
-    for told in (busy, many, [*busy, *many]):
-        prints = prints_of(0, *told)
-        assert 100 <= sum(len(calls) for calls in prints.values()) <= 128
-        assert len(json.dumps(prints)) < 6000
-    assert prints_of(0, *busy)["0"][0][0] == 2000
-
-
-def test_what_is_suspected_travels() -> None:
-    report = make_report(0, series(range(1, 600)))
-    seen = strip(Seen(2, {}, {0: report}))
-    state = NodeState("node-b", (0,), Stillness(0.0, 0.0, has_waiting=False), suspected=seen)
-    assert travel(state) == replace(state, prints={})
-    assert [c.number for c in seen.reports[0].calls] == list(range(344, 600))
+@pytest.mark.parametrize("period", [2, 3, 4, 12, 64])
+def test_a_choice_has_each_call_of_a_step_before_long(period: int) -> None:
+    """Ten times a thousand calls are recorded; one of each step is of interest."""
+    told: set[int] = set()
+    for first in range(1, 40_000, 4000):
+        chosen = choose_calls({0: make_report(0, series(range(first, first + 1000)))})
+        told |= {c.number % period for c in chosen[0].calls}
+    assert told == set(range(period))
 
 
 # ---- what the reports have to show
@@ -203,6 +88,24 @@ def test_reports_confirm(code: str, here: Change, there: Change) -> None:
     assert told.startswith(code)
     assert "number 9 of world" in told
     assert "they continued" in told
+
+
+@pytest.mark.parametrize(
+    ("operation", "here", "there"),
+    [
+        ("all_reduce", {"op": None}, {"op": "sum"}),
+        ("all_reduce", {"sizes": ((4, 2),)}, {"sizes": ((8,),)}),
+        ("reduce_scatter", {"sizes": ((4,),)}, {"sizes": ((5,),)}),
+        ("scatter", {"sizes": ()}, {"sizes": ((5,),)}),
+        ("broadcast", {"peer": None}, {"peer": 1}),
+        ("all_reduce", {}, {"operation": "something_new"}),
+        ("send", {"peer": 0}, {"operation": "recv", "peer": 1}),
+        ("monitored_barrier", {}, {"operation": "all_reduce"}),
+    ],
+)
+def test_what_may_differ_is_not_reported(operation: str, here: Change, there: Change) -> None:
+    here, there = {"operation": operation} | here, {"operation": operation} | there
+    assert told_of(series(range(4, 7), **here), series(range(4, 7), **there)) == ""
 
 
 def test_reports_that_fit_report_nothing() -> None:
@@ -243,12 +146,6 @@ def test_groups_of_one_name_with_other_members_are_left_out() -> None:
 def test_sizes_that_some_backend_lets_through_are_left_out() -> None:
     here, there = [series(range(1, 9), operation="all_gather", sizes=((n,),)) for n in (4, 5)]
     assert told_of(here, there) == ""
-
-
-def test_a_print_states_nothing_of_what_is_not_known() -> None:
-    made = print_call(call(operation="gather", sizes=(), peer=None))
-    assert made is not None
-    assert made[1:] == (0, 0, 0, 0)
 
 
 def test_one_call_each_is_compared_once_all_ranks_have_ended() -> None:

@@ -178,7 +178,7 @@ def test_a_peer_that_came_to_its_end():
 def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
     job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))
-    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
+    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, 0, is_waiting=False))
     kept.note_report(job.reports[0])
     if status is not None:
         kept.note_status(1, status)
@@ -193,7 +193,7 @@ def test_a_peer_that_is_just_leaving_by_an_error_has_failed():
     job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))
     falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: no rows"), [user(7, "load")])
-    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
+    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, 0, is_waiting=False))
     for report in job.reports.values():
         kept.note_report(report)
     assert explain_failure(kept.add_to(job.seen, job.processes), range(2), reader("")).verdict is None

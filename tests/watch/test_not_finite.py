@@ -115,7 +115,7 @@ def test_at_the_end_nothing_is_waited_for():
 
 
 def test_it_comes_with_a_beat():
-    beat = Beat(1, 2.0, "running", {}, {}, (), 7, False, FOUND)
+    beat = Beat(1, 2.0, "running", {}, {}, 7, False, FOUND)
     assert list(Unpacker().feed(pack(beat))) == [beat]
 
 

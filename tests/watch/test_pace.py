@@ -31,7 +31,7 @@ def make_beat(
     count = int(rate * second)
     issued = dict.fromkeys(groups, count + (share > 0.5))
     completed = dict.fromkeys(groups, count)
-    return Beat(rank, float(second), "running", issued, completed, (), 0, False, pace=Pace(samples, places))
+    return Beat(rank, float(second), "running", issued, completed, 0, False, pace=Pace(samples, places))
 
 
 def find(

@@ -335,7 +335,7 @@ def run_remake_and_read(folder: str) -> list[int]:
             counts.append(count(watched.read_calls()[1]))
             for _ in range(3):
                 dist.all_reduce(torch.ones(2))
-            counts += [count(watched.read_calls()[1]), count(watched.read_progress().calls)]
+            counts.append(count(watched.read_calls()[1]))
             dist.destroy_process_group()
     finally:
         operations.remove()
@@ -343,70 +343,7 @@ def run_remake_and_read(folder: str) -> list[int]:
 
 
 def test_a_new_group_has_no_calls_of_one_before_it(ranks, tmp_path):
-    assert ranks.run(run_remake_and_read, args=(str(tmp_path),), world=False) == [[0, 3, 3, 0, 3, 3]] * 2
-
-
-# ---- what a beat chooses
-
-
-def enter(numbers, group: int = 0, record: int = 0) -> list[FlightEntry]:
-    return [entry("broadcast", collective_seq_id=n, record_id=record + n, pg_id=group) for n in numbers]
-
-
-def test_few_calls_are_all_reported():
-    assert [e.number for e in recorder._sample(enter(range(1, 257)))] == list(range(1, 257))
-
-
-@pytest.mark.parametrize(("first", "second"), [(600, 1000), (1000, 990), (300, 3000)])
-def test_ranks_that_read_at_different_times_report_the_same_calls(first, second):
-    here = {e.number for e in recorder._sample(enter(range(1000, 1000 + first)))}
-    there = {e.number for e in recorder._sample(enter(range(1200, 1200 + second)))}
-    common = range(1200, 1000 + min(first, second))
-    stricter = here if len(here) / first < len(there) / second else there
-    assert max(len(here), len(there)) <= 256
-    assert here & there >= {n for n in stricter if n in common}
-    assert len(here & there) >= len(common) / 32
-
-
-@pytest.mark.parametrize("period", [2, 3, 4, 12, 64, 241])
-def test_a_choice_has_each_call_of_a_step_before_long(period):
-    """Ten times a thousand calls are recorded; one of each step is of interest."""
-    told: set[int] = set()
-    for first in range(1, 40_000, 4000):
-        told |= {e.number % period for e in recorder._sample(enter(range(first, first + 1000)))}
-    assert told == set(range(period))
-
-
-def test_a_choice_has_calls_of_each_group():
-    entries = enter(range(1, 901)) + enter(range(1, 11), group=1, record=2000)
-    told = [e.key[1] for e in recorder._sample(entries)]
-    assert told.count(1) == 10
-    assert 32 <= told.count(0) <= 128
-
-
-def test_all_ranks_read_at_the_same_seconds(monkeypatch):
-    def read_times(offset: float, cost_s: float, share: float = recorder._SHARE) -> set[float]:
-        watched = recorder.CollectiveRecorder(Operations())
-        watched._cost_s = cost_s
-        found = set()
-        for second in range(64):
-            now_s = 1_000_000.0 + offset + second
-            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
-            status = {(0, 0): flight.Status(second, second)}
-            if second == 0:
-                watched._levels = {(0, 0): recorder._Level("0", "0", flight.Status(0, -1), 0, 0, 0)}
-                watched._read_at_s = now_s
-            elif watched._is_due(status, share):
-                watched._read_at_s = now_s
-                found.add(now_s // 1)
-        return found
-
-    every_8, every_16 = read_times(0.1, 0.0075), read_times(0.9, 0.010)
-    assert len(every_8) >= 7
-    assert len(every_16) >= 3
-    assert every_16 <= every_8
-    # A rank that has just begun reads twice as often.
-    assert len(read_times(0.1, 0.0075, recorder._SHARE_EAGER)) >= 2 * len(every_8) - 1
+    assert ranks.run(run_remake_and_read, args=(str(tmp_path),), world=False) == [[0, 3, 0, 3]] * 2
 
 
 # ---- whatever issues
@@ -503,12 +440,10 @@ def test_an_overflowing_buffer():
     recorder.read_progress()
     for _ in range(400):
         dist.all_reduce(one)
-    numbers = []
     for _ in range(4):  # while the ranks stand still the entries are read, if not at once
         time.sleep(0.5)
         progress = recorder.read_progress()
-        numbers += [call.number for call in progress.calls]
-    print(progress.issued, progress.completed, numbers[-1])
+    print(progress.issued, progress.completed)
     groups, calls = recorder.read_calls()
     print(len(calls), calls[0].number, calls[-1].number, len(recorder.read_calls(is_full=True)[1]))
     dist.monitored_barrier()
@@ -525,7 +460,7 @@ def test_an_overflowing_buffer():
     )
     assert done.returncode == 0, done.stderr
     progress, counts, barrier = done.stdout.splitlines()
-    assert progress == "{'0': 400, '1': 1} {'0': 400, '1': 1} 400"
+    assert progress == "{'0': 400, '1': 1} {'0': 400, '1': 1}"
     assert counts == "100 301 400 150"
     assert barrier == "401"
 

@@ -107,7 +107,7 @@ def test_nothing_of_the_users_is_no_trouble() -> None:
 
 def beat(rank: int, second: int, *places: PlaceTime) -> Beat:
     count = {"0": 10 * second}
-    return Beat(rank, float(second), "running", count, count, (), 0, False, pace=Pace(5, places))
+    return Beat(rank, float(second), "running", count, count, 0, False, pace=Pace(5, places))
 
 
 def tell(slow: SlowRanks, seconds: range, own: PlaceTime, ranks: tuple[int, ...] = (1,)) -> list[str]:

@@ -28,7 +28,7 @@ from paceline.watch.reasoning.pace import BeatInterval, RankPace
 
 FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
 CALL = Call("0", 5, "all_reduce", ((2, 3), ()), ("float32", "int64"), "sum", None, False, 1.5, FRAMES)
-BEAT = Beat(2, 1.25, "running", {"0": 5}, {"0": 4}, (dataclasses.replace(CALL, frames=()),), 77, False)
+BEAT = Beat(2, 1.25, "running", {"0": 5}, {"0": 4}, 77, False)
 PACED = dataclasses.replace(
     BEAT, pace=Pace(5, (PlaceTime(0.75, True, FRAMES), PlaceTime(0.25, False, FRAMES[:1])))
 )
@@ -71,9 +71,9 @@ def test_what_nodes_publish_comes_through():
     process = Process(7, "node1", 12, "sleeping", native=FRAMES)
     seen = Seen(8, {7: process}, {7: LAST}, 2.5)
     message = WatchMessage("it hangs", {"code": "PL800", "places": [{"ranks": [0]}]})
-    state = NodeState("node1", (7,), Stillness(1.0, 2.0, has_waiting=True), seen, message, {"0": [[1, 2]]})
+    state = NodeState("node1", (7,), Stillness(1.0, 2.0, has_waiting=True), seen, message)
     pace = RankPace(7, ("0", "1"), (BeatInterval(3, 0.5, 1.0, 0.25, 4, ("0",), 9),))
-    state = dataclasses.replace(state, paces=(pace,), suspected=seen, facts=((7, FACT),))
+    state = dataclasses.replace(state, paces=(pace,), asked_at_s=9.5, answers={7: REPORT}, facts=((7, FACT),))
     assert from_json(NodeState, to_json(state)) == state
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from paceline.launching.watcher import WatchMessage
 from paceline.watch.launcher.clock import Stillness
-from paceline.watch.protocol.report import Fact, Process, Seen
+from paceline.watch.protocol.report import Fact, Process, Report, Seen
 from paceline.watch.protocol.wire import from_json, to_json
-from paceline.watch.reasoning.compare import Prints
 from paceline.watch.reasoning.pace import RankPace
 
 EVERY_S = 2.0
@@ -39,10 +38,8 @@ class NodeState:
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
         message: its verdict, once it has one.
-        prints: of its ranks' latest calls, for comparison.
-        asks_at_s: when all nodes ask their ranks for their calls because these seem not to match, in
-            seconds since 1970; 0 if they match.
-        suspected: its ranks' answers to that.
+        asked_at_s: when its launcher last asked its ranks for their calls, in seconds since 1970.
+        answers: some of these calls, for comparison.
         paces: how much its ranks have waited lately; the board fills it in.
         facts: the latest of its ranks that concern ranks of other nodes; the board fills them in.
     """
@@ -52,9 +49,8 @@ class NodeState:
     stillness: Stillness
     seen: Seen | None = None
     message: WatchMessage | None = None
-    prints: Prints = field(default_factory=dict)
-    asks_at_s: float = 0.0
-    suspected: Seen | None = None
+    asked_at_s: float = 0.0
+    answers: dict[int, Report] = field(default_factory=dict)
     paces: tuple[RankPace, ...] = ()
     facts: tuple[tuple[int, Fact], ...] = ()
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from paceline.watch.launcher.ends import RankEnds, is_felt
 from paceline.watch.launcher.listener import Listener
 from paceline.watch.launcher.nodes import EVERY_S, LOST_S, NodeBoard, NodeState, Others, join_stillness, merge
 from paceline.watch.launcher.process import ProcessSampler
-from paceline.watch.launcher.suspicion import Suspicion
+from paceline.watch.launcher.running_calls import RunningCalls
 from paceline.watch.protocol.report import Beat, Frame, Process, Report, Seen, Verdict
 from paceline.watch.protocol.stacks import read_main_stack, read_worker_stack
 from paceline.watch.reasoning.compare import confirm
@@ -91,7 +90,7 @@ class RankWatcher:
         self._reports: dict[int, Report] = {}
         self._asked_at_s = 0.0
         self._was_stuck = False
-        self._suspicion = Suspicion()
+        self._running_calls = RunningCalls(time.time())
         self._not_finite = FirstNotFinite()
         self._facts = FactBook(RULES, self._unwanted)
         self._slow = SlowRanks(_read_source)
@@ -115,7 +114,7 @@ class RankWatcher:
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
         """Forget the previous attempt, as the ranks of a new one start on this many nodes."""
         self._clock = Clock(time.monotonic())
-        self._suspicion = Suspicion()
+        self._running_calls = RunningCalls(time.time())
         self._failed.clear()
         self._has_explained.clear()
         self._has_lost_node.clear()
@@ -195,7 +194,6 @@ class RankWatcher:
             return
         self._slow.book.note_beat(beat, now_s)
         self._rank_ends.note_beat(beat)
-        self._suspicion.note_calls(beat.rank, beat.calls)
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
         self._facts.note_own(beat.rank, beat.facts)
@@ -237,8 +235,7 @@ class RankWatcher:
         is_stuck = stillness.is_stuck(self._hang_after_s)
         if not is_stuck and not stillness.is_stalled:
             self._asked_at_s = 0.0
-            ask = partial(self._collect, is_full=True)
-            mismatch = self._suspicion.judge(others, time.time(), ask, _read_source)
+            mismatch = self._running_calls.judge(others, time.time(), self._collect_calls, _read_source)
             if mismatch is not None:
                 self._announce(build_message(mismatch))
             else:
@@ -292,10 +289,10 @@ class RankWatcher:
 
     def _publish(self, own: Stillness, seen: Seen | None, message: WatchMessage | None = None) -> None:
         if self._board is not None:
-            state = NodeState(
-                self._node_name, tuple(self._processes), own, seen, message, *self._suspicion.state
+            ranks = tuple(self._processes)
+            self._board.publish(
+                NodeState(self._node_name, ranks, own, seen, message, *self._running_calls.state)
             )
-            self._board.publish(state)
 
     def _find_mismatch(self, seen: Seen) -> Verdict | None:
         calls = {rank: report.calls for rank, report in seen.reports.items()}
@@ -316,8 +313,13 @@ class RankWatcher:
         else:
             self.final_message = message
 
-    def _collect(self, *, is_full: bool = False) -> Seen:
-        """Ask all ranks for reports, and return what came."""
+    def _collect_calls(self) -> dict[int, Report]:
+        """Ask all ranks for all calls that they have recorded, and return what came."""
+        self._ask(is_full=True)
+        return dict(self._reports)
+
+    def _ask(self, *, is_full: bool) -> set[int]:
+        """Ask all ranks for reports, and receive them; return the ranks that should have answered."""
         self._reports = {}
         self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
@@ -326,6 +328,11 @@ class RankWatcher:
         expected = living & self._listener.ranks
         while self._lacks_answer(expected) and time.monotonic() < ends_s:
             self._receive(0.05)
+        return expected
+
+    def _collect(self) -> Seen:
+        """Ask all ranks for reports, and return what came."""
+        expected = self._ask(is_full=False)
         self._processes = self._sampler.peek(self._list_ranks())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         loading = [self._processes[r] for r, report in self._reports.items() if _is_loading(report)]

@@ -187,7 +187,6 @@ class Beat:
             interpreter has not.
         issued: by group, how many collectives.
         completed: by group, how many of these; `0:transfers` has the sends and receives of group `0`.
-        calls: issued since the beat before, without frames.
         place: a number that changes with where the main thread is (a hash of its stack).
         is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
         not_finite: its first gradient that was not finite, once it is certain; repeated in every beat.
@@ -200,7 +199,6 @@ class Beat:
     phase: Phase
     issued: dict[str, int]
     completed: dict[str, int]
-    calls: tuple[Call, ...]
     place: int
     is_waiting: bool
     not_finite: NotFinite | None = None

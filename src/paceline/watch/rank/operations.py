@@ -11,7 +11,6 @@ before belongs to another group. A wrapper costs about two microseconds, and rai
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import time
@@ -91,7 +90,6 @@ class Transfer:
     """A send, a receive or a monitored barrier, which gloo's Flight Recorder does not record.
 
     Attributes:
-        record: counts all transfers of this process, from 0.
         group: the group's name.
         operation: `send`, `recv` or `monitored_barrier`.
         number: from 1, per group, operation and peer.
@@ -105,7 +103,6 @@ class Transfer:
         is_inside: whether the call has not returned yet.
     """
 
-    record: int
     group: str
     operation: str
     number: int
@@ -134,7 +131,6 @@ class Operations:
         self._windows: deque[CallWindow] = deque(maxlen=_MAX_WINDOWS)
         self._transfers: deque[Transfer] = deque(maxlen=_MAX_TRANSFERS)
         self._numbers: Counter[tuple[str, str, int | None]] = Counter()
-        self._records = itertools.count()
         self._made_ns: dict[str, int] = {}
         self._made_at: dict[str, tuple[Mark, ...]] = {}
         self._originals: dict[str, Any] = {}
@@ -166,9 +162,9 @@ class Operations:
             setattr(self._kind, name, original)
         self._originals.clear()
 
-    def transfers(self, since: int = 0) -> list[Transfer]:
-        """Return the latest sends and receives, from a record on."""
-        return [transfer for transfer in self._transfers.copy() if transfer.record >= since]
+    def transfers(self) -> list[Transfer]:
+        """Return the latest sends and receives."""
+        return list(self._transfers.copy())
 
     def count_transfers(self) -> Counter[str]:
         """Return the number of sends, receives and monitored barriers, by group."""
@@ -285,7 +281,6 @@ class Operations:
         name = group.group_name
         self._numbers[name, operation, peer] += 1
         transfer = Transfer(
-            record=next(self._records),
             group=name,
             operation=operation,
             number=self._numbers[name, operation, peer],

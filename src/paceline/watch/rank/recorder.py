@@ -1,18 +1,12 @@
 """Records what this rank has issued, from torch's Flight Recorder and the wrappers of `operations`.
 
 A beat asks the Flight Recorder for two numbers per group. Reading the entries takes 15 us each, up to 25 ms
-in all, so a beat reads them only while that stays below `_SHARE` of the time. The limit is `_SHARE_EAGER` at
-first, because most mismatches exist from the start, and `_SHARE_STILL` once the rank stands still. A new
-group is read at once. A report always contains the entries, with frames.
-
-The launcher compares the beats of different ranks, so these must contain the same calls. To that end all
-ranks read at the same multiples of a power of two of seconds. If there are more calls than a beat takes, they
-choose by the calls' numbers: a rank that must choose fewer chooses a subset of what the others choose.
+in all, so a beat reads them only if a group is new, or once the rank stands still, and then for at most
+`_SHARE` of the time. A report always contains the entries, with frames.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -30,14 +24,7 @@ from paceline.watch.rank.threads import resolve
 
 # A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
 _BUFFER_SIZE = "1000"
-# The share of the time for reading entries: while collectives arrive (at first, then later), and once they
-# have stopped.
-_SHARE_EAGER = 0.002
-_SHARE = 0.001
-_SHARE_STILL = 0.02
-_MAX_CALLS_PER_BEAT = 256
-# At least this many per group, however many groups there are.
-_LEAST_CALLS_PER_BEAT = 8
+_SHARE = 0.02
 _MAX_CALLS_PER_GROUP = 100
 _MONITORED = "monitored_barrier"
 _TRANSFERS = "transfers"
@@ -60,12 +47,10 @@ class CollectiveProgress:
         issued: by group, the number of the latest; sends and receives, which are numbered separately, are
           counted as `GROUP:transfers`.
         completed: by group, how many of these have completed.
-        calls: those since the last time, without frames; a choice if there are many.
     """
 
     issued: dict[str, int]
     completed: dict[str, int]
-    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
@@ -93,38 +78,23 @@ class CollectiveRecorder:
         self._destroyed = Groups({}, {})
         self._levels: dict[Key, _Level] = {}
         self._status: dict[Key, Status] = {}
-        self._reported: dict[int, int] = {}
-        self._reported_transfers = 0
-        self._read_s = self._read_at_s = 0.0
-        self._cost_s = 0.0
+        self._read_s = self._cost_s = 0.0
 
-    def read_progress(self, *, is_eager: bool = False) -> CollectiveProgress:
-        """Return the progress since the last call.
-
-        Args:
-            is_eager: whether reading entries may take a larger share of the time.
-        """
+    def read_progress(self) -> CollectiveProgress:
+        """Return the progress so far."""
         status = read_status()
-        transfers = self._operations.transfers(self._reported_transfers)
-        if transfers:
-            self._reported_transfers = transfers[-1].record + 1
-        calls: list[Call] = []
-        if self._is_due(status, _SHARE_EAGER if is_eager else _SHARE):
-            calls = self._read_new(status)
+        if self._is_due(status):
+            # CPU time of this thread alone: waiting for Python's lock costs the script nothing.
+            began_s = time.thread_time()
+            self._note_levels(status, read_entries(has_frames=False), read_groups())
+            self._cost_s, self._read_s = time.thread_time() - began_s, time.monotonic()
         self._status = status
-        # A monitored barrier's number is unknown without the entries around it.
-        transfers = [transfer for transfer in transfers if transfer.operation != _MONITORED]
-        if transfers:
-            groups = read_groups()
-            latest = transfers[max(0, len(transfers) + len(calls) - _MAX_CALLS_PER_BEAT) :]
-            calls += [_build_transfer(transfer, transfer.number, groups, ()) for transfer in latest]
-            calls.sort(key=lambda call: call.began_s)
         issued, completed = self._count(status)
         num_open = self._operations.count_open()
         for group, number in self._operations.count_transfers().items():
             issued[f"{group}:{_TRANSFERS}"] = number
             completed[f"{group}:{_TRANSFERS}"] = number - num_open[group]
-        return CollectiveProgress(issued, completed, tuple(calls))
+        return CollectiveProgress(issued, completed)
 
     def read_calls(
         self, *, is_full: bool = False, has_destroyed: bool = False
@@ -175,31 +145,12 @@ class CollectiveRecorder:
 
     # ---- a beat
 
-    def _is_due(self, status: dict[Key, Status], share: float) -> bool:
+    def _is_due(self, status: dict[Key, Status]) -> bool:
         if status == {key: level.status for key, level in self._levels.items() if key in status}:
             return False
         if status.keys() - self._levels.keys():
             return True
-        if status == self._status:
-            return time.monotonic() - self._read_s >= self._cost_s / _SHARE_STILL
-        every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / share)))
-        return time.time() // every_s != self._read_at_s // every_s
-
-    def _read_new(self, status: dict[Key, Status]) -> list[Call]:
-        """Return the calls that were not reported yet, and note the progress of each sequence."""
-        # CPU time of this thread alone: waiting for Python's lock costs the script nothing.
-        began_s = time.thread_time()
-        groups, windows = read_groups(), self._operations.windows()
-        entries = read_entries(has_frames=False)
-        self._note_levels(status, entries, groups)
-        fresh = [entry for entry in entries if entry.record > self._reported.get(entry.key[0], -1)]
-        # From all entries: torch counts from 0 again if a group was aborted.
-        self._reported.update({entry.key[0]: entry.record for entry in entries})
-        fresh = _sample(self._keep_current(fresh))
-        calls = [build_call(entry, groups, windows) for entry in fresh]
-        self._cost_s = time.thread_time() - began_s
-        self._read_s, self._read_at_s = time.monotonic(), time.time()
-        return calls
+        return status == self._status and time.monotonic() - self._read_s >= self._cost_s / _SHARE
 
     def _keep_current(self, entries: list[FlightEntry]) -> list[FlightEntry]:
         """Return the entries without those of deleted groups whose name has been reused."""
@@ -257,35 +208,6 @@ def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
         name = (entry.key[0], entry.group)
         latest[name] = max(latest.get(name, entry.key), entry.key)
     return [entry for entry in entries if latest[entry.key[0], entry.group] == entry.key]
-
-
-def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
-    """Return as many entries as a beat takes, evenly by group, chosen in the same way on all ranks."""
-    num_groups = len({entry.key for entry in entries})
-    most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
-    by_group: dict[Key, list[FlightEntry]] = {}
-    for entry in entries:
-        by_group.setdefault(entry.key, []).append(entry)
-    chosen: list[FlightEntry] = []
-    for members in by_group.values():
-        # Halve the accepted range of hashes until the rest fits. So a smaller choice is a subset of a larger
-        # one.
-        below = 1 << 32
-        places = [_scatter(entry.number) for entry in members] if len(members) > most else []
-        while len(members) > most:
-            below //= 2
-            members = [entry for entry, place in zip(members, places, strict=True) if place < below]
-            places = [place for place in places if place < below]
-        chosen += members
-    return sorted(chosen, key=lambda entry: entry.record)[-_MAX_CALLS_PER_BEAT:]
-
-
-def _scatter(number: int) -> int:
-    """Return 32 bits of hash, equal on all ranks and without a period that could match a step's number of
-    calls."""
-    number = (number ^ number >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    number = (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return number ^ number >> 16
 
 
 def _choose(entries: Iterable[FlightEntry]) -> list[FlightEntry]:

@@ -254,9 +254,10 @@ class WatchedProcess:
             data = self._socket.recv(4096)
             if not data:
                 break
-            for message in unpacker.feed(data):
-                if isinstance(message, Ask):
-                    self._send(pack(self._make_report(is_full=message.is_full)))
+            # A thread that had to wait for Python's lock answers all requests at once.
+            asks = [message for message in unpacker.feed(data) if isinstance(message, Ask)]
+            if asks:
+                self._send(pack(self._make_report(is_full=any(ask.is_full for ask in asks))))
         if self._is_leaving:
             beat = self._make_beat()
             self._send(pack(beat))
@@ -289,13 +290,13 @@ class WatchedProcess:
     # ---- the messages
 
     def _make_beat(self) -> Beat:
-        progress = CollectiveProgress({}, {}, ())
+        progress = CollectiveProgress({}, {})
         with self._work:
             # Whatever torch has changed: a beat without its numbers is better than none.
             with suppress(Exception):
                 self._had_groups |= _has_groups()
                 if not self._is_over and self._had_groups:
-                    progress = self._recorder.read_progress(is_eager=self._sampler.is_eager(time.monotonic()))
+                    progress = self._recorder.read_progress()
             with suppress(Exception):
                 if not self._is_over:
                     self._gradients.settle()
@@ -312,7 +313,6 @@ class WatchedProcess:
             phase=self._find_phase(stack),
             issued=progress.issued,
             completed=progress.completed,
-            calls=progress.calls,
             place=hash(tuple((id(code), at) for code, at in stack)) & 0xFFFFFFFF,
             is_waiting=any(code.co_filename.endswith(_C10D_FILE) for code, _ in stack),
             not_finite=self._gradients.found,
