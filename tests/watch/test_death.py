@@ -145,7 +145,7 @@ def test_a_peer_that_called_exit():
     assert failure.verdict is not None
     assert failure.verdict.code == "PL801"
     assert failure.verdict.headline == (
-        "rank 2 never reached all_reduce number 4 of world, in which ranks 0 and 1 were at "
+        "rank 2 never reached all_reduce number 4 of world, where ranks 0 and 1 have waited 60 s at "
         f"/job/train.py:77 in sync: it called sys.exit(0) at /job/train.py:{LEAVES} in run"
     )
     assert only_places(failure) == [
@@ -301,8 +301,9 @@ def test_a_receive_from_a_peer_that_has_ended():
     loses_peer(job, 0, *got)
     verdict = explain(job).verdict
     assert verdict is not None
-    assert verdict.code == "PL801"
-    assert "rank 1 never took part in recv number 3 from rank 1, in which rank 0 was" in verdict.headline
+    assert verdict.code == "PL808"
+    assert "rank 1 never sent what rank 0 waits for (recv number 3 from rank 1)" in verdict.headline
+    assert "it called sys.exit(0)" in verdict.headline
 
 
 def test_a_receive_from_a_peer_whose_sends_nobody_knows_is_no_verdict():

@@ -11,16 +11,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Call, Report, Seen, SharedPlace, Stack, Verdict
-from paceline.watch.protocol.words import is_pairwise, own_frames, pick, sequence_of
+from paceline.watch.protocol.words import own_frames, sequence_of
 from paceline.watch.reasoning.activity import is_in_torch, waits_for_device
-from paceline.watch.reasoning.clues import Side, list_clues
 from paceline.watch.reasoning.hang import explain_hang
 from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.states import State, find_states
-from paceline.watch.reasoning.verdict import build_verdict, list_places, name_at, name_state, name_wait
+from paceline.watch.reasoning.verdict import list_places
 
 _TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
@@ -63,7 +61,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
         verdict = replace(verdict, places=(*verdict.places, *rest))
     elif not any(_has_failed(rank, scene) for rank in states):
         # With an error of its own on some rank, that error is the cause, and the launcher shows it.
-        verdict = _explain_loss(states, scene, source) or _explain_timeout(scene, read_source)
+        verdict = _explain_wait(states, scene, read_source)
     others = [s for s in states.values() if not _has_failed(s.rank, scene) and _has_information(s)]
     failed = [s for s in states.values() if _has_failed(s.rank, scene) and _left_no_trace(s, scene, here)]
     return Failure(verdict, tuple(list_places(failed)), tuple(list_places(others)))
@@ -132,8 +130,6 @@ def _word(state: State, report: Report | None) -> State:
     """Return a state worded for a rank that is gone."""
     if report is None or report.last is None:
         return state
-    if report.last.kind != "abort" and not report.last.follower:
-        return replace(state, words=report.last.words)
     return replace(state, words=state.words.replace("waits in ", "waited in ", 1))
 
 
@@ -148,28 +144,18 @@ def _has_information(state: State) -> bool:
 # ---- a peer that has ended, or did not come in time
 
 
-def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> Verdict | None:
-    """Return the verdict on ranks in a collective that a rank never reached because it had ended normally."""
-    for first in sorted(states.values(), key=lambda s: (-len(_list_same(s, states)), s.rank)):
-        call, report = first.call, scene.reports.get(first.rank)
-        if call is None or report is None or not _is_echo(report):
-            continue
-        gone = [
-            states[rank]
-            for rank in sorted(first.waits_for)
-            if rank in states and states[rank].kind == "ended" and _lacks(rank, call, scene)
-        ]
-        if gone:
-            return _describe_loss(gone, _list_same(first, states), states, scene, source)
-    return None
-
-
-def _explain_timeout(scene: Seen, read_source: Reader | None) -> Verdict | None:
-    """Return the verdict on a rank whose group's timeout has expired: it hung until then."""
+def _explain_wait(states: Mapping[int, State], scene: Seen, read_source: Reader | None) -> Verdict | None:
+    """Return the verdict on ranks that waited until a peer ended normally, or until their group's timeout."""
     echoes = {rank: report.last for rank, report in scene.reports.items() if _is_echo(report)}
-    if not any(last is not None and _TIMEOUT.search(last.words) for last in echoes.values()):
-        return None
-    if len(scene.processes) < scene.world_size:  # The cause may be on a node that has reported nothing.
+    has_left = any(
+        states[other].kind == "ended" and _lacks(other, call, scene)
+        for rank in echoes
+        if (call := states[rank].call) is not None
+        for other in states[rank].waits_for
+    )
+    has_timed_out = any(last is not None and _TIMEOUT.search(last.words) for last in echoes.values())
+    # Of a timeout, the cause may be on a node that has reported nothing.
+    if not has_left and not (has_timed_out and len(scene.processes) >= scene.world_size):
         return None
     verdict = explain_hang(scene, read_source)
     if verdict is None:
@@ -192,33 +178,3 @@ def _lacks(rank: int, call: Call, scene: Seen) -> bool:
         return bool(report.calls)
     numbers = [other.number for other in report.calls if other.group == call.group]
     return max([*numbers, report.issued.get(call.group, 0)]) < call.number
-
-
-def _list_same(state: State, states: Mapping[int, State]) -> list[State]:
-    """Return the ranks in the same call as one."""
-    if state.call is None:
-        return []
-    key = (state.call.group, state.call.number, state.call.operation)
-    return [
-        s
-        for s in states.values()
-        if s.call is not None and (s.call.group, s.call.number, s.call.operation) == key
-    ]
-
-
-def _describe_loss(
-    gone: list[State], waiters: list[State], states: Mapping[int, State], scene: Seen, source: Source
-) -> Verdict:
-    alike = [s for s in gone if (s.words, s.frames[:1]) == (gone[0].words, gone[0].frames[:1])]
-    who, ranks = [s.rank for s in alike], [s.rank for s in waiters]
-    is_pair = waiters[0].call is not None and is_pairwise(waiters[0].call)
-    never = f"never {'took part in' if is_pair else 'reached'} {name_wait(waiters[0], scene.world_size)}"
-    headline = (
-        f"{name_ranks(who)} {never}, in which {name_ranks(ranks)} {pick(ranks, 'was', 'were')}"
-        f"{name_at(waiters[0].frames)}: {name_state(alike)}"
-    )
-    here = Side(tuple(ranks), waiters[0].frames, waiters[0].is_in_backward)
-    there = Side(tuple(who), alike[0].frames, has_ended=True)
-    # If the waiting ranks' lines show nothing, the other rank's way to its exit may.
-    clues = list_clues(here, there, source) or (list_clues(there, here, source) if there.frames else [])
-    return build_verdict("PL801", headline, list_places(states.values()), more=clues)

@@ -256,7 +256,10 @@ def _list_clues(waiters: Sequence[State], missing: Sequence[State], seen: Seen, 
     here, there = _to_side(waiters, seen, group), _to_side(missing, seen, group)
     if waiters[0].kind == "joining":
         return explain_joining(here, there, source)
-    return list_clues(here, there, source)
+    # If the waiting ranks' lines show nothing, the other rank's way to its exit may.
+    return list_clues(here, there, source) or (
+        list_clues(there, here, source) if there.has_ended and there.frames else []
+    )
 
 
 def _to_side(states: Sequence[State], seen: Seen, group: str) -> Side:

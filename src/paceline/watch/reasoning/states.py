@@ -143,8 +143,11 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
     if process.state == "ended":
         is_well = process.exit_code in (0, None) and not process.is_out_of_memory
         words = name_exit(process.exit_code, process.is_out_of_memory)
+        last = None if report is None else report.last
+        if last is not None and last.kind != "abort" and not last.follower:
+            words = last.words
         # Only a last report is from its end.
-        frames = own if report is not None and report.last is not None else ()
+        frames = own if last is not None else ()
         return State(rank, "ended" if is_well else "killed", words, frames=frames)
     if process.pid == 0:
         return State(rank, "missing", "was never started")
