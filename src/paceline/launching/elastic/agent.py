@@ -21,6 +21,7 @@ import inspect
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,7 +191,9 @@ class _Agent(SteppedAgent):
             return result
         has_failed = result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED)
         if has_failed and members.news is None and self._rounds.may_be_consequence():
-            members.await_news(members.detection_s)
+            # A node that was lost is known to be lost so long after the ranks have failed.
+            ended_s = min(rank.ended_s or time.time() for rank in self._ranks.latest)
+            members.await_news(members.detection_s - (time.time() - ended_s))
         if members.lost and not members.is_elastic and result.state != WorkerState.SUCCEEDED:
             raise _build_loss_error(members)
         if has_failed and members.is_elastic and members.news is None:

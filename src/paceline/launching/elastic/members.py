@@ -198,10 +198,12 @@ class StoreRendezvous(RendezvousHandler):
         """Wait until the round is over for another reason than this node's ranks; return whether it is."""
         end_s = time.monotonic() + seconds
         with self._changed:
-            while not (self._news or self._record.ended or self._is_asked()) and time.monotonic() < end_s:
-                self._changed.wait(_PAUSE_S)
+            while True:
                 self._note_silence(time.monotonic(), is_failing=True)
-            return self._news is not None
+                is_over = self._news or self._record.ended or self._is_asked()
+                if is_over or time.monotonic() >= end_s:
+                    return self._news is not None
+                self._changed.wait(_PAUSE_S)
 
     def announce_leave(self) -> None:
         """Announce that this node leaves; its ranks may still take part in a last step of all."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -113,7 +112,7 @@ class NodeBoard:
         number = 0
         while not self._ends.wait(EVERY_S if number else 0.0):
             number += 1
-            with suppress(Exception):  # The store is gone: what is known gets older.
+            try:
                 if store is None:
                     host, port = self._where
                     client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
@@ -122,6 +121,9 @@ class NodeBoard:
                     own = replace(self._own, paces=self._paces, facts=self._facts)
                 store.set(str(self._node), f"{number} {to_json(own)}")  # changes also if nothing else does
                 self._read(store)
+            except Exception:
+                # The store is gone, and what is known gets older; or only the connection to it was reset.
+                store = None
 
     def _read(self, store: Any) -> None:
         for node in list(self._latest):
