@@ -69,7 +69,7 @@ def test_a_whole_verdict() -> None:
         "  rank 2 waits for the data loader\n"
         "      at /job/train.py:12 in train: for batch in loader:\n"
         "  A collective completes only when every rank of its group has called it.\n"
-        "  Check the data loader at /job/train.py:12 in train: why does rank 2 not continue there?\n"
+        "  Check /job/train.py:12 in train: why does rank 2 not continue there?\n"
         "  paceline explain PL800 prints more."
     )
 

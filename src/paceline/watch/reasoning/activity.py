@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.watch.protocol.report import Frame
 from paceline.watch.protocol.words import own_frames
 from paceline.watch.reasoning.source import Source
-
-
-@dataclass(frozen=True)
-class Activity:
-    """The activity of a thread.
-
-    Attributes:
-        words: to follow "it": `is asleep in time.sleep`.
-    """
-
-    words: str
-
-    @property
-    def short(self) -> str:
-        """The noun for a page's fix, such as `the data loader`."""
-        words = self.words.replace("compiles", "compiler")
-        return f"the {next(noun for noun in _NOUNS if noun in words)}"
-
 
 # For the innermost frames, in order of precedence: a pattern of the file, its functions (empty: any), and
 # what the thread does. The loader comes first, because it waits in queues and pipes itself.
@@ -73,23 +54,6 @@ _BY_TEXT: tuple[tuple[str, str], ...] = (
     (r"\.(recv|recv_into|accept|connect)\(", "waits for a socket"),
     (r"\.get\(\)|\.get\((block|timeout)", "waits for a queue"),
 )
-# The noun for a page's fix is the first of these that occurs in the words.
-_NOUNS = (
-    *(
-        "data loader",
-        "compiler",
-        "sleep",
-        "program",
-        "queue",
-        "pipe",
-        "process",
-        "task",
-        "network",
-        "thread",
-        "lock",
-    ),
-    *("socket", "debugger", "input", "event"),
-)
 # Such a line copies a GPU's numbers to Python, and so waits for the collectives before it.
 _SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|wait|to|result)\(|\bprint\(|\bfloat\(")
 _DISTRIBUTED = "/torch/distributed/"
@@ -102,8 +66,8 @@ _BUILDERS = {"new_group", "_new_group_with_tag", "new_subgroups", "split_group",
 _BUILDERS |= {"new_subgroups_by_enumeration", "shrink_group"}
 
 
-def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
-    """Return what delays a thread outside of torch.distributed, if its stack shows it.
+def find_activity(frames: Sequence[Frame], source: Source) -> str | None:
+    """Return what delays a thread outside of torch.distributed, such as `is asleep in time.sleep`.
 
     Args:
         frames: innermost first.
@@ -113,7 +77,7 @@ def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
         return None
     innermost = frames[0]
     text = innermost.text or source.line(innermost.file, innermost.line)
-    asleep = next((Activity(words) for pattern, words in _BY_TEXT if re.search(pattern, text)), None)
+    asleep = next((words for pattern, words in _BY_TEXT if re.search(pattern, text)), None)
     is_users = own_frames(frames)[:1] == (innermost,)
     if asleep is not None and is_users:
         return asleep
@@ -123,7 +87,7 @@ def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
             if own_frames((frame,)):
                 break
             if re.search(pattern, frame.file) and (not functions or frame.function in functions.split()):
-                return Activity(words)
+                return words
     return asleep
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from paceline.phrases import join, name_ranks
 from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
-from paceline.watch.protocol.words import is_pairwise, name_purpose, pick
+from paceline.watch.protocol.words import is_pairwise, name_place, name_purpose, pick
 from paceline.watch.reasoning.clues import Side, explain_joining, list_clues, list_lines
 from paceline.watch.reasoning.group_names import explain_building, explain_groups
 from paceline.watch.reasoning.mismatch import (
@@ -246,8 +246,8 @@ def _name_fix(code: str, root: State, seen: Seen) -> str:
         return f"On {process.node}: {fix.replace('PID', str(process.pid))}"
     if root.kind == "killed":
         return "Find out what ended the rank: its own output is above; the others only wait for it."
-    if code == "PL800" and root.short and root.frames:
-        return f"Check {root.short}{name_at(root.frames)}: why does rank {root.rank} not continue there?"
+    if code == "PL800" and root.kind == "elsewhere" and root.frames:
+        return f"Check {name_place(root.frames[0])}: why does rank {root.rank} not continue there?"
     return fix
 
 

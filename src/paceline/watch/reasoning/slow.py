@@ -170,7 +170,7 @@ def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[st
         activity = find_activity(place.frames, source)
         is_inner = len(own_frames(place.frames)) == len(path)
         # The lines of inner functions describe what is done there.
-        seconds[activity.words if activity is not None and is_inner else ""] += place.seconds
+        seconds[activity if activity is not None and is_inner else ""] += place.seconds
         if any(_LOADER.search(frame.file) for frame in place.frames if not own_frames((frame,))):
             loader_s += place.seconds
     words = max(seconds, key=lambda each: seconds[each], default="")

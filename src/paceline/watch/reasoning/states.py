@@ -57,7 +57,6 @@ class State:
             `"killed"` by a signal or an error, `"ended"` normally; `"missing"` if it never started;
             `"silent"` if nothing is known of a living process.
         words: to follow the rank's name: `is asleep in time.sleep`.
-        short: a noun for it, such as `the data loader`; empty without one.
         frames: the user's own, innermost first.
         call: the one that it waits in.
         group: of the call.
@@ -69,7 +68,6 @@ class State:
     rank: int
     kind: Kind
     words: str
-    short: str = ""
     frames: tuple[Frame, ...] = ()
     call: Call | None = None
     group: Group | None = None
@@ -106,7 +104,7 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
         return outside
     if report is not None and report.phase == "leaving":
         where = find_activity(main, source)
-        words = "has reached the end of its script" + (f", and {where.words}" if where else "")
+        words = "has reached the end of its script" + (f", and {where}" if where else "")
         return State(rank, "ended", words, frames=own)
     building, is_in_init = find_building(main), is_joining(main)
     if is_in_init or (report is not None and report.phase == "joining"):
@@ -234,11 +232,11 @@ def _describe_activity(
         # The interpreter's signal handler writes lines without their text.
         stack = tuple(replace(f, text=source.line(f.file, f.line)) for f in worker)
         doing, at = find_activity(stack, source), own_frames(stack)[0]
-        does = "is" if doing is None else doing.words
-        words = f"{activity.words}, whose worker {does} at `{at.text}` ({name_line(at)})"
-        return State(rank, "elsewhere", words, activity.short, own)
+        does = "is" if doing is None else doing
+        words = f"{activity}, whose worker {does} at `{at.text}` ({name_line(at)})"
+        return State(rank, "elsewhere", words, own)
     if activity is not None:
-        return State(rank, "elsewhere", activity.words, activity.short, own)
+        return State(rank, "elsewhere", activity, own)
     if not main:
         return State(rank, "silent", "is alive but does not respond")
     distributed = find_distributed(main)
@@ -248,8 +246,8 @@ def _describe_activity(
     if process is not None and process.state == "uninterruptible":
         return State(rank, "disk", "waits in the kernel for a disk or a network drive", frames=own)
     if share >= BUSY_SHARE:
-        return State(rank, "elsewhere", f"computes ({share * 100:.0f}% of a core)", "that code", own)
-    return State(rank, "elsewhere", "is idle (uses no CPU)", "that code", own)
+        return State(rank, "elsewhere", f"computes ({share * 100:.0f}% of a core)", own)
+    return State(rank, "elsewhere", "is idle (uses no CPU)", own)
 
 
 # ---- the ranks that a rank waits for
