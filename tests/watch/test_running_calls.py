@@ -42,7 +42,9 @@ class Node:
 
     @property
     def state(self) -> NodeState:
-        state = NodeState("node", (self.rank,), _WORKS, None, None, *self.calls.state)
+        state = NodeState(
+            "node", (self.rank,), _WORKS, asked_at_s=self.calls.asked_at_s, answers=self.calls.answers
+        )
         return from_json(NodeState, to_json(state))
 
 

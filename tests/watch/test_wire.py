@@ -72,7 +72,7 @@ def test_what_nodes_publish_comes_through():
     seen = Seen(8, {7: process}, {7: LAST}, 2.5)
     message = WatchMessage("it hangs", {"code": "PL800", "places": [{"ranks": [0]}]})
     state = NodeState("node1", (7,), Stillness(1.0, 2.0, has_waiting=True), seen, message)
-    pace = RankPace(7, ("0", "1"), (BeatInterval(3, 0.5, 1.0, 0.25, 4, ("0",), 9),))
+    pace = RankPace(7, ("0", "1"), (BeatInterval(3, -0.5, 1.0, 0.25, 4, ("0",), 9),))
     state = dataclasses.replace(state, paces=(pace,), asked_at_s=9.5, answers={7: REPORT}, facts=((7, FACT),))
     assert from_json(NodeState, to_json(state)) == state
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -39,8 +39,8 @@ class NodeState:
         message: its verdict, once it has one.
         asked_at_s: when its launcher last asked its ranks for their calls, in seconds since 1970.
         answers: some of these calls, for comparison.
-        paces: how much its ranks have waited lately; the board fills it in.
-        facts: the latest of its ranks that concern ranks of other nodes; the board fills them in.
+        paces: how much its ranks have waited lately.
+        facts: the latest of its ranks that concern ranks of other nodes.
     """
 
     name: str
@@ -69,8 +69,6 @@ class NodeBoard:
         self._where = host, port
         self._name = name
         self._own = NodeState("", (), _WORKS)
-        self._paces: tuple[RankPace, ...] = ()
-        self._facts: tuple[tuple[int, Fact], ...] = ()
         self._lock = threading.Lock()
         now_s = time.monotonic()
         self._latest: dict[int, tuple[str, NodeState | None, float]] = {
@@ -80,20 +78,10 @@ class NodeBoard:
         # On its own thread: if the store is unreachable, reading it may never return.
         threading.Thread(target=self._run, name="paceline-nodes", daemon=True).start()
 
-    def publish(self, state: NodeState) -> None:
-        """Set the state that this node writes in the next round."""
+    def publish(self, **changed: Any) -> None:
+        """Set fields of the state that this node writes in the next round."""
         with self._lock:
-            self._own = state
-
-    def publish_paces(self, paces: tuple[RankPace, ...]) -> None:
-        """Set how much this node's ranks wait, which changes all the time."""
-        with self._lock:
-            self._paces = paces
-
-    def publish_facts(self, facts: Iterable[tuple[int, Fact]]) -> None:
-        """Set what this node's ranks have noted, each with its rank."""
-        with self._lock:
-            self._facts = tuple(facts)
+            self._own = replace(self._own, **changed)
 
     def read(self) -> dict[int, tuple[NodeState | None, float]]:
         """Return the latest state of each other node, and its age in seconds."""
@@ -118,7 +106,7 @@ class NodeBoard:
                     client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
                     store = PrefixStore(f"paceline/watch/{self._name}", client)
                 with self._lock:
-                    own = replace(self._own, paces=self._paces, facts=self._facts)
+                    own = self._own
                 store.set(str(self._node), f"{number} {to_json(own)}")  # changes also if nothing else does
                 self._read(store)
             except Exception:

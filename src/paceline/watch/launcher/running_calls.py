@@ -25,21 +25,20 @@ _ANSWERED_S = 4 * EVERY_S
 class RunningCalls:
     """The comparison of one job's calls, from start to restart; times are in seconds since 1970.
 
+    Attributes:
+        asked_at_s: the instant at which ranks were last asked.
+        answers: what the other nodes need of their answers.
+
     Args:
         now_s: the time.
     """
 
     def __init__(self, now_s: float) -> None:
-        self._asked_at_s = now_s
+        self.asked_at_s = now_s
         self._every_s = _SHORTEST_S
         self._reports: dict[int, Report] = {}
-        self._chosen: dict[int, Report] = {}
+        self.answers: dict[int, Report] = {}
         self._num_answers = 0
-
-    @property
-    def state(self) -> tuple[float, dict[int, Report]]:
-        """What the other nodes need: `asked_at_s` and `answers` of `NodeState`."""
-        return self._asked_at_s, self._chosen
 
     def judge(
         self,
@@ -58,15 +57,15 @@ class RunningCalls:
         """
         every_s = max(self._every_s, _ANSWERED_S if others else 0.0)
         asks_at_s = now_s // every_s * every_s
-        if asks_at_s > self._asked_at_s:
-            self._reports, self._asked_at_s, self._num_answers = collect(), asks_at_s, 0
-            self._chosen = choose_calls(self._reports) if others else {}
+        if asks_at_s > self.asked_at_s:
+            self._reports, self.asked_at_s, self._num_answers = collect(), asks_at_s, 0
+            self.answers = choose_calls(self._reports) if others else {}
             most = max((len(report.calls) for report in self._reports.values()), default=0)
             self._every_s = 2.0 ** math.ceil(math.log2(max(_SHORTEST_S, most * _CALL_S / _SHARE)))
-        elif now_s > self._asked_at_s + _ANSWERED_S:
-            self._reports, self._chosen = {}, {}
+        elif now_s > self.asked_at_s + _ANSWERED_S:
+            self._reports, self.answers = {}, {}
         states = [state for state, _ in others.values() if state is not None]
-        answers = [self._reports, *(s.answers for s in states if s.asked_at_s == self._asked_at_s)]
+        answers = [self._reports, *(s.answers for s in states if s.asked_at_s == self.asked_at_s)]
         if not self._reports or len(answers) == self._num_answers:
             return None
         self._num_answers = len(answers)

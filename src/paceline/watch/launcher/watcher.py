@@ -21,7 +21,7 @@ from paceline.launching.watcher import SOCKET, WatchedRank, WatchMessage, name_s
 from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
 from paceline.watch.launcher.ends import RankEnds, is_felt
 from paceline.watch.launcher.listener import Listener
-from paceline.watch.launcher.nodes import EVERY_S, LOST_S, NodeBoard, NodeState, Others, join_stillness, merge
+from paceline.watch.launcher.nodes import EVERY_S, LOST_S, NodeBoard, Others, join_stillness, merge
 from paceline.watch.launcher.process import ProcessSampler
 from paceline.watch.launcher.running_calls import RunningCalls
 from paceline.watch.protocol.report import Beat, Frame, Process, Report, Seen, Verdict
@@ -74,9 +74,6 @@ class RankWatcher:
         request: dict[str, Any] | None = None,
     ) -> None:
         self.final_message: WatchMessage | None = None
-        self.other_places = ""
-        self._met_s = time.time()
-        self._rank_ends, self._failure = RankEnds(), Failure(None)
         self._hang_after_s = hang_after_s
         self._unwanted: set[str] = set() if has_advice else ADVICE
         self._keep_alive = keep_alive
@@ -85,21 +82,17 @@ class RankWatcher:
         self._list_ranks: Callable[[], Sequence[WatchedRank]] = tuple
         self._node_name = socket.gethostname()
         self._sampler = ProcessSampler(self._node_name)
-        self._clock = Clock(time.monotonic())
         self._processes: dict[int, Process] = {}
         self._reports: dict[int, Report] = {}
         self._asked_at_s = 0.0
         self._was_stuck = False
-        self._running_calls = RunningCalls(time.time())
-        self._not_finite = FirstNotFinite()
-        self._facts = FactBook(RULES, self._unwanted)
-        self._slow = SlowRanks(_read_source)
         self._board: NodeBoard | None = None
         self._has_announced = False
         self._ends = threading.Event()
         self._failed = threading.Event()
         self._has_explained = threading.Event()
         self._has_lost_node = threading.Event()
+        self._forget()
         self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
 
@@ -113,19 +106,19 @@ class RankWatcher:
 
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
         """Forget the previous attempt, as the ranks of a new one start on this many nodes."""
-        self._clock = Clock(time.monotonic())
-        self._running_calls = RunningCalls(time.time())
-        self._failed.clear()
-        self._has_explained.clear()
-        self._has_lost_node.clear()
-        self._not_finite = FirstNotFinite()
-        self._facts = FactBook(RULES, self._unwanted)
-        self._slow = SlowRanks(_read_source)
-        self._met_s = time.time()
-        self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
+        self._forget()
         if self._board is not None:
             self._board.close()
         self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
+
+    def _forget(self) -> None:
+        self._met_s = time.time()
+        self._clock, self._running_calls = Clock(time.monotonic()), RunningCalls(self._met_s)
+        self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
+        self._not_finite, self._slow = FirstNotFinite(), SlowRanks(_read_source)
+        self._facts = FactBook(RULES, self._unwanted)
+        for event in (self._failed, self._has_explained, self._has_lost_node):
+            event.clear()
 
     def note_failure(self, rank: int, status: int) -> None:
         """Ask the remaining ranks where they are, at the first failure only: later ones are its
@@ -269,7 +262,7 @@ class RankWatcher:
     def _report_numbers(self, *, is_last: bool = False) -> None:
         verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
         if self._board is not None:
-            self._board.publish_facts(self._facts.recent)
+            self._board.publish(facts=tuple(self._facts.recent))
             for state, _ in self._board.read().values():
                 for rank, fact in state.facts if state is not None else ():
                     self._facts.note(rank, [fact])
@@ -278,7 +271,7 @@ class RankWatcher:
 
     def _report_slow(self, others: Others, now_s: float) -> None:
         if self._board is not None:
-            self._board.publish_paces(self._slow.book.list_paces(now_s))
+            self._board.publish(paces=self._slow.book.list_paces(now_s))
         for state, age_s in others.values():
             if state is not None:
                 self._slow.book.note_others(state.paces, now_s, age_s)
@@ -289,9 +282,14 @@ class RankWatcher:
 
     def _publish(self, own: Stillness, seen: Seen | None, message: WatchMessage | None = None) -> None:
         if self._board is not None:
-            ranks = tuple(self._processes)
             self._board.publish(
-                NodeState(self._node_name, ranks, own, seen, message, *self._running_calls.state)
+                name=self._node_name,
+                ranks=tuple(self._processes),
+                stillness=own,
+                seen=seen,
+                message=message,
+                asked_at_s=self._running_calls.asked_at_s,
+                answers=self._running_calls.answers,
             )
 
     def _find_mismatch(self, seen: Seen) -> Verdict | None:

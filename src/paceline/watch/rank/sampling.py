@@ -1,9 +1,8 @@
 """Samples a rank's main thread a few times a second: its place in the code, and whether it waits.
 
-The launcher names a slow rank by these samples. Most causes of slowness exist from the start, so samples are
-more frequent at first than later. The watching thread takes them at random instants, because regular ones
-could fall on the same line of every step. A sample stands for the time since the previous one, so code that
-holds Python's lock for seconds counts in full.
+The launcher names a slow rank by these samples. The watching thread takes them at random instants, because
+regular ones could fall on the same line of every step. A sample stands for the time since the previous one,
+so code that holds Python's lock for seconds counts in full.
 
 A rank waits for others in two cases: its innermost frames are torch's collectives; or they are autograd's
 engine, DDP, FSDP or a `.wait()`, and the thread is asleep (at the end of backward, DDP waits in C++). With a
@@ -27,11 +26,8 @@ from paceline.watch.protocol.report import Frame, Pace, PlaceTime
 from paceline.watch.protocol.words import own_frames
 from paceline.watch.rank.threads import Mark, resolve
 
-# Seconds between two samples: at first, with a process group, and later. A sample takes about 0.35 ms of CPU,
-# most of it for waking up with cold caches.
-EAGER_S = 30.0
-EVERY_EAGER_S = 0.2
-EVERY_S = 0.5
+# Seconds between two samples. A sample takes about 0.35 ms of CPU, most of it for waking up with cold caches.
+EVERY_S = 0.25
 # An interval is between half and one and a half times that.
 _SPREAD = 0.5
 # The frames of a stack that are kept: of libraries at its inner end, and the user's.
@@ -81,21 +77,13 @@ class Sampler:
         # A separate generator, because the script's random numbers must not depend on us.
         self._random = random.Random()
         self._before_s: float | None = None
-        self._began_s: float | None = None
         self._samples = 0
         self._tallies: dict[tuple[bool, tuple[tuple[int, int], ...]], _Tally] = {}
         self._resolved: dict[tuple[int, int], tuple[Mark, Frame | None]] = {}
         self.next_s = self._draw(now_s)
 
-    def is_eager(self, now_s: float) -> bool:
-        """Return whether to sample more often: before the first process group and shortly after, when most
-        faults show."""
-        return self._began_s is None or now_s - self._began_s < EAGER_S
-
     def take(self, now_s: float) -> None:
         """Take a sample of the main thread."""
-        if self._began_s is None:
-            self._began_s = now_s
         self.next_s = self._draw(now_s)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         before_s, self._before_s = self._before_s, now_s
@@ -127,8 +115,7 @@ class Sampler:
         return Pace(samples, places)
 
     def _draw(self, now_s: float) -> float:
-        every_s = EVERY_EAGER_S if self.is_eager(now_s) else EVERY_S
-        return now_s + every_s * self._random.uniform(1 - _SPREAD, 1 + _SPREAD)
+        return now_s + EVERY_S * self._random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
     def _resolve(self, marks: tuple[Mark, ...]) -> tuple[Frame, ...]:
         if len(self._resolved) > _MANY_RESOLVED:

@@ -41,21 +41,23 @@ class BeatInterval:
 
     Attributes:
         number: of the beat.
-        age_s: time since it ended.
+        ends_s: when it ended, by this launcher's clock; for other launchers, since it published this.
         seconds: the time that its samples stand for.
         waited_s: the part of it spent waiting.
         samples: their number.
         groups: in whose collectives the rank took part meanwhile, or waits.
         collectives: number of collectives that it issued in the busiest of these groups.
+        places: where it was; not for other launchers.
     """
 
     number: int
-    age_s: float
+    ends_s: float
     seconds: float
     waited_s: float
     samples: int
     groups: tuple[str, ...]
     collectives: int
+    places: tuple[PlaceTime, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,32 +97,23 @@ class Slow:
 
 
 @dataclass
-class _Span:
-    """A stretch with its end by this launcher's clock, and the rank's places in it."""
-
-    ends_s: float
-    stretch: BeatInterval
-    places: tuple[PlaceTime, ...] = ()
-
-
-@dataclass
 class _History:
     """The recent stretches of one rank."""
 
     groups: set[str] = field(default_factory=set)
-    spans: deque[_Span] = field(default_factory=deque)
+    spans: deque[BeatInterval] = field(default_factory=deque)
     issued: Mapping[str, int] = field(default_factory=dict)
     number: int = 0
     is_own: bool = True
 
-    def add(self, span: _Span) -> None:
-        self.number = span.stretch.number
-        self.groups.update(span.stretch.groups)
+    def add(self, span: BeatInterval) -> None:
+        self.number = span.number
+        self.groups.update(span.groups)
         self.spans.append(span)
         while self.spans[0].ends_s < span.ends_s - _WINDOWS_S[-1] - _SENT_S:
             self.spans.popleft()
 
-    def between(self, begins_s: float, ends_s: float) -> list[_Span]:
+    def between(self, begins_s: float, ends_s: float) -> list[BeatInterval]:
         return [span for span in self.spans if begins_s < span.ends_s <= ends_s]
 
 
@@ -155,14 +148,15 @@ class PaceBook:
         active = [g for g, n in beat.issued.items() if fresh[g] or n != beat.completed.get(g)]
         stretch = BeatInterval(
             history.number + 1,
-            0.0,
+            now_s,
             sum(place.seconds for place in places),
             sum(place.seconds for place in places if place.is_waiting),
             beat.pace.samples,
             tuple(active),
             max(fresh.values(), default=0),
+            places,
         )
-        history.add(_Span(now_s, stretch, places))
+        history.add(stretch)
 
     def note_others(self, paces: Iterable[RankPace], now_s: float, age_s: float) -> None:
         """Add what another launcher published about its ranks, `age_s` seconds ago."""
@@ -171,14 +165,23 @@ class PaceBook:
             history.groups.update(pace.groups)
             for stretch in pace.stretches:
                 if stretch.number > history.number:
-                    history.add(_Span(now_s - age_s - stretch.age_s, stretch))
+                    history.add(replace(stretch, ends_s=now_s - age_s + stretch.ends_s))
 
     def list_paces(self, now_s: float) -> tuple[RankPace, ...]:
         """Return what other launchers need."""
         paces = []
         for rank, history in self._histories.items():
             if history.is_own and (spans := history.between(now_s - _SENT_S, now_s)):
-                stretches = [_date(span.stretch, now_s - span.ends_s) for span in spans]
+                stretches = [
+                    replace(
+                        span,
+                        ends_s=round(span.ends_s - now_s, 2),
+                        seconds=round(span.seconds, 3),
+                        waited_s=round(span.waited_s, 3),
+                        places=(),
+                    )
+                    for span in spans
+                ]
                 paces.append(RankPace(rank, tuple(sorted(history.groups)), tuple(stretches)))
         return tuple(paces)
 
@@ -211,11 +214,11 @@ class PaceBook:
         for rank, history in self._histories.items():
             spans = history.between(begins_s, ends_s)
             whole = _divide(spans, _LEAST_COVERED * window_s)
-            samples = sum(span.stretch.samples for span in spans)
+            samples = sum(span.samples for span in spans)
             if whole is None or samples < _FEWEST_SAMPLES:
                 continue
             block_s = window_s / _NUM_BLOCKS
-            blocks: list[list[_Span]] = [[] for _ in range(_NUM_BLOCKS)]
+            blocks: list[list[BeatInterval]] = [[] for _ in range(_NUM_BLOCKS)]
             for span in spans:
                 blocks[min(_NUM_BLOCKS - 1, int((span.ends_s - begins_s) / block_s))].append(span)
             least_s = _LEAST_COVERED_BLOCK * block_s
@@ -259,19 +262,19 @@ class PaceBook:
         """Return the number of collectives that a rank has issued; those before its first beat do not
         count."""
         spans = self._histories[rank].between(ends_s - window_s, ends_s)
-        return sum(span.stretch.collectives for span in spans)
+        return sum(span.collectives for span in spans)
 
     def _may_wait(self, one: int, other: int, window_s: float, ends_s: float) -> bool:
         """Return whether a rank is active in a group to which the other one belongs."""
         spans = self._histories[one].between(ends_s - window_s, ends_s)
-        return any(not self._histories[other].groups.isdisjoint(span.stretch.groups) for span in spans)
+        return any(not self._histories[other].groups.isdisjoint(span.groups) for span in spans)
 
 
-def _divide(spans: Iterable[_Span], least_s: float) -> float | None:
+def _divide(spans: Iterable[BeatInterval], least_s: float) -> float | None:
     seconds = waited_s = 0.0
     for span in spans:
-        seconds += span.stretch.seconds
-        waited_s += span.stretch.waited_s
+        seconds += span.seconds
+        waited_s += span.waited_s
     return waited_s / seconds if seconds >= least_s else None
 
 
@@ -282,16 +285,4 @@ def _join(shares: list[_Share]) -> _Share:
         sum(share.whole for share in shares) / len(shares),
         tuple(sum(block) / len(block) if block else None for block in known),
         min(share.samples for share in shares),
-    )
-
-
-def _date(stretch: BeatInterval, age_s: float) -> BeatInterval:
-    return BeatInterval(
-        stretch.number,
-        round(age_s, 2),
-        round(stretch.seconds, 3),
-        round(stretch.waited_s, 3),
-        stretch.samples,
-        stretch.groups,
-        stretch.collectives,
     )
