@@ -55,7 +55,8 @@ def test_a_port_that_another_program_has_is_reported(tmp_path: Path) -> None:
         command = paceline_run("--nnodes", "2", *c10d(endpoint), "--detect-s", "1", script("sums.py"))
         with Launched(tmp_path, command) as job:
             assert job.wait(60) == 2, job.text
-            assert "[PL379]" in job.text
+            assert "what listens there does not answer as the store of a job" in job.text
+            assert "[PL381]" in job.text
 
 
 @pytest.mark.slow

@@ -64,13 +64,6 @@ def test_a_port_that_several_ranks_serve_is_explained(monkeypatch: pytest.Monkey
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-@pytest.mark.slow
-def test_the_launcher_may_leave_the_store_to_rank_0(tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "2", script("sums.py"))
-    code, sums, text = run(tmp_path, *words, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    assert (code, len(sums)) == (0, 2), text
-
-
 def test_the_store_of_one_node_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     with Launched(tmp_path, paceline_run("--nproc-per-node", "1", script("sums.py"), "40")) as job:
         job.wait_for("runs as 0", LIMIT_S)

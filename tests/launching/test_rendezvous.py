@@ -28,7 +28,7 @@ class Launcher:
         self.link, self.asked, self.ended = Link(disk), False, threading.Event()
         self.rendezvous = StoreRendezvous(
             "j",
-            lambda pause: self.link,
+            self.link,
             terms,
             WAITS,
             JobNode(f"key-{name}", name, "127.0.0.1"),

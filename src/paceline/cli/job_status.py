@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import STORES
 
 # A node is there if it beats within this many intervals.
@@ -18,8 +19,12 @@ def print_status(backend: str, endpoint: str, job: str, *, detect_s: float | Non
 
     store = _open(backend, endpoint, job)
     waits = Waits() if detect_s is None else Waits(detect_s)
-    is_there = backend in STORES or store.is_there()
-    report = describe_job(store, _BEATS_IN_WAIT * waits.beat_s) if is_there else None
+    try:
+        report = describe_job(store, _BEATS_IN_WAIT * waits.beat_s)
+    except PacelineError:
+        if backend in STORES:
+            raise
+        report = None  # the store of c10d ends with the job
     if as_json:
         print(json.dumps({"state": "non-existent"} if report is None else report))
     elif report is None:

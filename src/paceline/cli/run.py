@@ -25,7 +25,7 @@ from paceline.errors import PacelineError
 
 _LEAST_S = 0.5
 # Errors of nodes that did not meet, and words of a rank's end or of a verdict that say that ranks did not.
-_NOT_MET = ("PL344", "PL373", "PL375", "PL379", "PL381")
+_NOT_MET = ("PL344", "PL375", "PL381")
 _MEETING = ("init_process_group", "connectFullMesh", "rendezvous")
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks

@@ -63,7 +63,7 @@ def run_agent(
     Raises:
         ChildFailedError: a rank failed, and no restart is left.
         SignalException: `rounds.asked` was set.
-        PacelineError: PL372 where a node was lost that the job cannot do without; PL373 to PL381 and PL386
+        PacelineError: PL372 where a node was lost that the job cannot do without; PL375 to PL381 and PL386
             where no round was formed.
     """
 

@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from paceline.errors import PacelineError
-from paceline.launching.elastic.one_node import shares_store
 from paceline.launching.elastic.shared_state import SharedState
 from paceline.launching.members import store as stores
 from paceline.launching.members.pulse import DONE, Pulse, change_record
@@ -62,7 +61,7 @@ class StoreRendezvous(RendezvousHandler):
 
     Args:
         job: its name.
-        open_store: opens its store; may take long, and raise a PacelineError.
+        store: of the job.
         terms: of this node.
         waits: all waits.
         me: this launcher.
@@ -75,7 +74,7 @@ class StoreRendezvous(RendezvousHandler):
     def __init__(
         self,
         job: str,
-        open_store: Callable[[Callable[[], None]], stores.Store],
+        store: stores.Store,
         terms: Terms,
         waits: Waits,
         me: JobNode,
@@ -85,11 +84,11 @@ class StoreRendezvous(RendezvousHandler):
         hold: Callable[[float], None],
         is_asked: Callable[[], bool],
     ) -> None:
-        self._job, self._open_store, self._terms, self._waits, self._me = job, open_store, terms, waits, me
+        self._job, self._store, self._terms, self._waits, self._me = job, store, terms, waits, me
         self._on_loss, self._hold, self._is_asked = on_loss, hold, is_asked
         self.is_elastic = is_elastic
         self._changed = threading.Condition()
-        self._store: stores.Store | None = None
+        self._pulse: Pulse | None = None
         self._record = Record()
         self._formed: Formed | None = None
         self._news: str | None = None
@@ -108,7 +107,7 @@ class StoreRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return shares_store()
+        return True
 
     def get_run_id(self) -> str:
         return self._job
@@ -125,8 +124,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._began_s, self.is_meeting = time.monotonic(), True
-        if self._store is None:
-            self._store = self._open_store(self._pause)
+        if self._pulse is None:
             self._pulse = Pulse(self._store, self._me, self._waits, self)
             self._pulse.start()
             self._state = SharedState(self._store, self._me, self._terms, self._waits, self._pause)
@@ -207,7 +205,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def announce_leave(self) -> None:
         """Announce that this node leaves; its ranks may still take part in a last step of all."""
-        if self._is_leaving or self._store is None:
+        if self._is_leaving or self._pulse is None:
             return
         self._is_leaving = True
         ends = self._holds_store()
@@ -228,6 +226,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def finish(self) -> None:
         """Wait until the ranks of the other nodes have succeeded too, or their nodes are lost."""
+        assert self._pulse is not None
         self._has_finished = self._pulse.has_finished = True
         end_s = time.monotonic() + _FINISH_S
         while not (self._record.ended or self.lost or self._is_asked()) and time.monotonic() < end_s:
@@ -239,7 +238,6 @@ class StoreRendezvous(RendezvousHandler):
     # ---- the end
 
     def _have_all_finished(self) -> bool:
-        assert self._store is not None
         keys = [key for key in self._record.numbers if key != self._me.key]
         try:
             return all((beat or b"").endswith(DONE.encode()) for beat in self._store.read_beats(keys))
@@ -263,7 +261,7 @@ class StoreRendezvous(RendezvousHandler):
                 return True
             return False
 
-        if self._store is None:
+        if self._pulse is None:
             return
         self._pulse.end()
         self._change(change)
@@ -281,13 +279,12 @@ class StoreRendezvous(RendezvousHandler):
             return has_changed
 
         def work() -> None:
-            assert self._store is not None
             try:
                 change_record(self._store, note)
             except stores.StoreError as error:
                 log.debug("the record was not changed: %s", error)
 
-        if self._store is not None:
+        if self._pulse is not None:
             thread = threading.Thread(target=work, name="paceline-record", daemon=True)
             thread.start()
             thread.join(self._waits.detect_s)
@@ -308,7 +305,7 @@ class StoreRendezvous(RendezvousHandler):
             raise RendezvousClosedError
         waited_s = time.monotonic() - self._began_s
         if trouble is not None:
-            name = "" if self._store is None else self._store.name
+            name = self._store.name
             is_lost = hasattr(self._store, "is_host") and self.formed_round > 0
             if is_lost and (trouble.is_final or waited_s > self._waits.detect_s):
                 raise explain_lost_store(name, str(trouble))
@@ -376,7 +373,11 @@ class StoreRendezvous(RendezvousHandler):
             if formed is not None and not self.is_meeting and self._news is None and not record.ended:
                 self._compare(formed, record, sent_s)
             self._changed.notify_all()
-        for name in record.refused.keys() - self._refused if self._pulse.is_leading else ():
+        for name in (
+            record.refused.keys() - self._refused
+            if self._pulse is not None and self._pulse.is_leading
+            else ()
+        ):
             log.warning("%s was refused: %s", name, record.refused[name])
         self._refused |= record.refused.keys()
 
@@ -414,7 +415,7 @@ class StoreRendezvous(RendezvousHandler):
 
         If ranks fail, a lost store is a reason for it much sooner.
         """
-        if self.is_meeting or self._news is not None or self._store is None:
+        if self.is_meeting or self._news is not None or self._pulse is None:
             return
         name = self._store.name
         if now - self._beat_s > self._waits.held_s:

@@ -28,7 +28,7 @@ class OneNode(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return shares_store()
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         with _listen() as server:  # torch's own server listens on all interfaces
@@ -36,8 +36,7 @@ class OneNode(RendezvousHandler):
             self._store = TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-        port = self._store.port if self.use_agent_store else _find_free_port()
-        where = RendezvousStoreInfo(address, port)
+        where = RendezvousStoreInfo(address, self._store.port)
         return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
@@ -78,14 +77,3 @@ def _listen() -> socket.socket:
             fix="Bring it up: ip link set lo up. Look for a firewall's rule if it is.",
         ) from None
     return server
-
-
-def shares_store() -> bool:
-    """Return whether ranks use the launcher's store, by torch's variable."""
-    return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -25,8 +25,8 @@ from paceline.errors import PacelineError
 from paceline.launching.elastic.members import StoreRendezvous, build_node
 from paceline.launching.elastic.network import is_own_host
 from paceline.launching.elastic.one_node import OneNode
-from paceline.launching.elastic.tcp_record import TcpRecord, await_server
-from paceline.launching.members.endpoints import STORES, Address, read_endpoint
+from paceline.launching.elastic.tcp_record import TcpRecord
+from paceline.launching.members.endpoints import STORES, read_endpoint
 from paceline.launching.members.open_store import open_store
 from paceline.launching.members.record import Terms
 from paceline.launching.members.shared_folder import SharedFolder
@@ -83,7 +83,7 @@ def build_rendezvous(
         nodes = config.min_nodes, config.max_nodes
         handler = StoreRendezvous(
             config.run_id,
-            _choose_store(config, meeting),
+            _open_store(config),
             Terms(*nodes, dict(meeting.code)),
             meeting.waits,
             build_node(config.local_addr or "localhost", config.nproc_per_node, meeting.folder),
@@ -133,51 +133,20 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
     )
 
 
-def _choose_store(config: LaunchConfig, meeting: Meeting) -> Callable[[Callable[[], None]], Store]:
-    """Return a function that opens the job's store; it takes one that waits for a moment."""
+def _open_store(config: LaunchConfig) -> Store:
+    """Open the job's store; with `c10d`, serve it on the node of the endpoint."""
     if config.rdzv_backend in STORES:
-        store = open_store(config.rdzv_backend, config.rdzv_endpoint, config.run_id)
-        return lambda pause: store
+        return open_store(config.rdzv_backend, config.rdzv_endpoint, config.run_id)
     if config.rdzv_configs.get("store_type", "tcp") == "file":
-        folder = SharedFolder(Path(config.rdzv_endpoint), config.run_id)
-        return lambda pause: folder
+        return SharedFolder(Path(config.rdzv_endpoint), config.run_id)
     place = read_endpoint(config.rdzv_endpoint)
     is_host = _read_parameters(config).get_as_bool("is_host")
     is_own = _is_own(place[0]) if is_host is None else is_host
-    return lambda pause: _open_tcp(config, place, is_own, meeting.waits, pause)
-
-
-def _open_tcp(
-    config: LaunchConfig, place: Address, is_own: bool, waits: Waits, pause: Callable[[], None]
-) -> Store:
-    """Serve the job's store on the node of the endpoint, or wait for the launcher that does.
-
-    Raises:
-        PacelineError: PL373 where none comes, PL379 where the port belongs to another program.
-    """
     store = TcpRecord(place, config.run_id, config.local_addr or "localhost" if is_own else None)
-    if store.is_host:
-        if config.min_nodes < config.max_nodes or config.max_restarts > 0:
-            log.info(
-                "this node holds the store of the job, which ends with this node; with --rdzv-backend etcd "
-                "or folder, the job survives the loss of any node"
-            )
-        return store
-    why = await_server(place, waits.join_s, pause)
-    if why:
-        raise PacelineError(
-            "PL373",
-            saw=f"No launcher of the job {config.run_id!r} answered at {store.name} for {waits.join_s:g} s "
-            f"(--join-timeout): {why}.",
-            rule="The nodes of a job meet at --rdzv-endpoint.",
-            fix="Start the same command on the node of the endpoint, and check that this node reaches it.",
-        )
-    if not store.is_there():
-        raise PacelineError(
-            "PL379",
-            saw=f"What listens at {store.name} does not answer as the store of a job.",
-            rule="The launcher on the node of --rdzv-endpoint listens at its port.",
-            fix="Choose a free port, the same on all nodes (ss -ltnp lists the processes that hold ports).",
+    if store.is_host and (config.min_nodes < config.max_nodes or config.max_restarts > 0):
+        log.info(
+            "this node holds the store of the job, which ends with this node; with --rdzv-backend etcd or "
+            "folder, the job survives the loss of any node"
         )
     return store
 

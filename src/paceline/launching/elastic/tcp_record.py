@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -48,14 +47,6 @@ class TcpRecord:
         if address is not None:
             self._client = _serve(place, address)
         self.is_host = self._client is not None
-
-    def is_there(self) -> bool:
-        """Return whether a TCPStore answers at the place."""
-        try:
-            self.read()
-        except StoreError:
-            return False
-        return True
 
     def beat(self, key: str, value: str) -> None:
         self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", value))
@@ -96,7 +87,7 @@ class TcpRecord:
         def work() -> None:
             try:
                 if self._client is None:
-                    self._client = _connect(self._place)
+                    self._client = self._connect()
                 found.append(call(self._client))
             except Exception as error:
                 errors.append(error)
@@ -109,22 +100,26 @@ class TcpRecord:
             return found[0]
         if not self.is_host:
             self._client = None
-        why = str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s"
-        raise StoreError(why)
+        if errors and isinstance(errors[0], StoreError):
+            raise errors[0]
+        raise StoreError(str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s")
+
+    def _connect(self) -> TCPStore:
+        # torch itself tries again for a long time; a refused connection is known at once.
+        with socket.create_connection(self._place, _CALL_S):
+            pass
+        try:
+            timeout = timedelta(seconds=_CALL_S)
+            return TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError:
+            why = "what listens there does not answer as the store of a job"
+            raise StoreError(why, is_final=not self._had_record) from None
 
 
 def _get(client: Any, key: str) -> bytes | None:
     """Return a value, by one message there and back; torch's `get` needs two, and awaits a missing key."""
     found = bytes(client.compare_set(key, _NO_VALUE, _NO_VALUE))
     return None if found == _NO_VALUE.encode() else found
-
-
-def _connect(place: Address) -> TCPStore:
-    # torch itself tries again for a long time; a refused connection is known at once.
-    with socket.create_connection(place, _CALL_S):
-        pass
-    timeout = timedelta(seconds=_CALL_S)
-    return TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _serve(place: Address, address: str) -> TCPStore | None:
@@ -157,16 +152,3 @@ def _resolve(host: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
     return host
-
-
-def await_server(place: Address, seconds: float, pause: Callable[[], None]) -> str:
-    """Wait until something listens at a place; return the reason if nothing does in time."""
-    end_s = time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection(place, _CALL_S):
-                return ""
-        except OSError as error:
-            if time.monotonic() > end_s:
-                return error.strerror or str(error)
-        pause()

@@ -18,7 +18,8 @@ def explain_store(name: str, why: str, waited_s: float | None = None) -> Pacelin
         "PL381",
         saw=f"The store {name} did not answer{waited}: {why}.",
         rule="The nodes of a job meet in this store, which --rdzv-backend and --rdzv-endpoint name.",
-        fix="Check the address and the servers, or the folder and its permissions.",
+        fix="Check the address, and the servers, or the folder and its permissions. With c10d, start the "
+        "same command on the node of the endpoint, at a free port.",
     )
 
 
