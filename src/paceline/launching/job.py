@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.exit_codes import stop_code
 from paceline.launching.ending.memory import OomCounts, count_oom_kills
 from paceline.launching.processes.messages import Start
-from paceline.launching.processes.ranks import Attempts, RankProcess, Ranks
+from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.cold import let_in
 from paceline.launching.rank.script import Script
@@ -63,10 +63,6 @@ class Job:
     def start_error(self, error: BaseException) -> BaseException:
         """Return the error of a job whose agent failed before any rank did."""
         return error
-
-    def explain_early_end(self, process: RankProcess) -> str:
-        """Return why a rank exited before it reached the user's code, if known, else an empty string."""
-        return ""
 
 
 @dataclass(kw_only=True)

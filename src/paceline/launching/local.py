@@ -28,7 +28,6 @@ from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.messages import Start
 from paceline.launching.processes.ranks import (
     RankHandler,
-    RankProcess,
     Ranks,
     fork_keeper_for_call,
     spawn_keeper,
@@ -281,15 +280,6 @@ class FunctionJob(Job):
 
     call: RankCall
     grace_s: float
-
-    def explain_early_end(self, process: RankProcess) -> str:
-        """Return why a rank exited before it reached the function, if known, else an empty string."""
-        if (self.folder / f"began-{process.start.rank}").exists():
-            return ""
-        return (
-            "It ended before it reached the function: a script must call launch() under if __name__ == "
-            '"__main__":'
-        )
 
     def may_be_stuck_s(self) -> float | None:
         """Return the seconds that a rank may take to end: few after a failure, `None` after a stop signal."""

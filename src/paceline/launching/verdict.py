@@ -15,9 +15,8 @@ from paceline.launching.ending.endings import (
     Ending,
     PumpLost,
     RankFailed,
-    describe_death,
     find_cause,
-    find_consequences,
+    may_follow,
     read_endings,
 )
 from paceline.launching.ending.memory import describe_kill, explain_kill
@@ -172,7 +171,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
         return JobStuck(why, logs)
     hints = [] if why is None else [f"The ranks' collectives do not match either: {why.text}"]
     if process is not None:
-        hints.append(_explain_end(job, ranks, process, cause.code))
+        hints.append(_explain_end(job, ranks, cause.code))
         hints.append(_describe_memory(job, process, cause))
     if cause.follower and process is not None:
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -193,19 +192,17 @@ def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[WatchMessage | None
     """Return the watcher's explanation of why ranks failed, if any, and whether this rank failed of that."""
     if job.watcher is None:
         return None, False
-    logs = {p.start.rank: _read_tail(p.start.log) for p in ranks.latest}
-    ends = find_consequences(cause, logs)
-    died = " ".join(describe_death(end, logs.get(end.rank, "")) for end in ends)
-    return job.watcher.explain_failure(died), bool(ends)
+    logs = [_read_tail(process.start.log) for process in ranks.latest]
+    return job.watcher.explain_failure(), may_follow(cause, logs)
 
 
-def _explain_end(job: Job, ranks: Ranks, process: RankProcess, status: int) -> str:
+def _explain_end(job: Job, ranks: Ranks, status: int) -> str:
     """Return what ended a rank besides its own code, if known, else an empty string."""
     if ranks.keeper_died:
         return "The process that ranks are forked from was killed, and the ranks with it."
     if status == -signal.SIGKILL:
         return describe_kill(job.ooms)
-    return job.explain_early_end(process) if status >= 0 else ""
+    return ""
 
 
 def _describe_memory(job: Job, process: RankProcess, cause: Ending) -> str:

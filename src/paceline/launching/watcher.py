@@ -150,12 +150,8 @@ class Watcher(Protocol):
     def note_loss(self) -> None:
         """Record that a node of the job is lost, so that `note_failure` waits no longer for its report."""
 
-    def explain_failure(self, died: str = "") -> WatchMessage | None:
-        """Return why ranks failed of an error elsewhere; `None` if no such cause is known.
-
-        Args:
-            died: a sentence on the rank that failed first, and its error.
-        """
+    def explain_failure(self) -> WatchMessage | None:
+        """Return why ranks failed of an error elsewhere; `None` if no such cause is known."""
 
     def end(self) -> None:
         """Stop watching."""

@@ -15,22 +15,18 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Literal
 
 from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.exit_codes import STOPPED
 from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
 
-# The line that C++ writes about an uncaught exception, and gloo's about data that is longer than expected.
-_THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
-_BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
-_MANY_LETTERS = 200
+# gloo's words about data that is longer than expected.
+_BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. \d+ vs \d+")
 # Of terminals, in messages of compilers and loggers.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\r(?!\n)")
 _LONG_LINE = 500
@@ -56,10 +52,8 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         self.status = status
         self.trace = trace
         self.hint = hint
-        self.signal_name = _signal_name(status)
+        self.signal_name = name_signal(status)
         self.code = "PL330" if trace and self.signal_name is None else "PL331"
-        if self.signal_name == "SIGSEGV" and _DDP_STARTS in trace:
-            self.hint = f"{_DETAIL}\n{hint}".rstrip()
 
     @property
     def headline(self) -> str:
@@ -81,10 +75,6 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         return "\n".join(parts).rstrip()
 
 
-_DDP_STARTS = "in _ddp_init_helper"
-_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash there with gloo; INFO works."
-
-
 class PumpLost(Exception):  # noqa: N818 (named after the event)
     """The error of a launch whose pump was killed; its ranks were ended."""
 
@@ -98,7 +88,8 @@ class PumpLost(Exception):  # noqa: N818 (named after the event)
         )
 
 
-def _signal_name(status: int) -> str | None:
+def name_signal(status: int) -> str | None:
+    """Return the signal that ended a process, by its status; `None` if none did."""
     if status >= 0:
         return None
     try:
@@ -199,44 +190,15 @@ def find_cause(endings: list[Ending]) -> Ending | None:
     return next((e for e in failed if not e.follower), failed[0] if failed else None)
 
 
-def is_consequence(cause: Ending) -> bool:
-    """Return whether mismatched collectives, or another rank's end, may have caused this end."""
-    return cause.follower or cause.code == -signal.SIGABRT
-
-
-def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
-    """Return all ends that mismatched collectives, or another rank's end, may have caused, the cause last.
-
-    Empty if, by the ranks' logs, the cause has no connection with another rank.
+def may_follow(cause: Ending, logs: Iterable[str]) -> bool:
+    """Return whether mismatched collectives, or another rank's end, may have caused an end.
 
     Args:
-        cause: the end that seems to be the first.
-        logs: by rank, the end of its log.
+        cause: the end.
+        logs: the ends of the ranks' logs.
     """
-    if is_consequence(cause):
-        return [cause]
     # If gloo aborts one rank because of too many bytes, another rank got too few and may fail first.
-    aborted = [rank for rank, log in logs.items() if _BYTES.search(log)]
-    ends = [Ending(rank, "error", -signal.SIGABRT, cause.time_s) for rank in aborted]
-    return [*ends, cause] if ends else []
-
-
-def describe_death(cause: Ending, log: str) -> str:
-    """Return a sentence on the rank that failed first, and its error.
-
-    Args:
-        cause: how it ended.
-        log: the end of its log.
-    """
-    who = f"Rank {cause.rank}"
-    name = _signal_name(cause.code)
-    if name is None:
-        words = _IN_TORCH.sub("", find_error_line(cause.trace)).partition(". This is typically")[0]
-        return f"{who} failed then" + (f": {shorten(words, _MANY_LETTERS)}." if words else ".")
-    if met := _BYTES.search(log):
-        return f"{who} was killed by {name}, as {met[1]} bytes came where gloo expected {met[2]} or fewer."
-    thrown = _THROWN.findall(log)
-    return f"{who} was killed by {name}" + (f": {shorten(thrown[-1], _MANY_LETTERS)}." if thrown else ".")
+    return cause.follower or cause.code == -signal.SIGABRT or any(map(_BYTES.search, logs))
 
 
 ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM, STOPPED)

@@ -134,11 +134,10 @@ class RankWatcher:
         """Take note that another node is lost, which explains failures: stop waiting for its report."""
         self._has_lost_node.set()
 
-    def explain_failure(self, died: str = "") -> WatchMessage | None:
+    def explain_failure(self) -> WatchMessage | None:
         """Return why ranks failed, if mismatched collectives or an ended peer are known to be the cause."""
         verdict = self._failure.verdict
-        lines = [died] if died else []
-        return None if verdict is None else build_message(replace(verdict, more=(*verdict.more, *lines)))
+        return None if verdict is None else build_message(verdict)
 
     def end(self) -> None:
         """Stop the thread and close the sockets."""

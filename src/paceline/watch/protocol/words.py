@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 
+from paceline.launching.ending.endings import name_signal
 from paceline.own_code import PACKAGE, is_own
 from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Call, Frame, Group
@@ -129,15 +129,9 @@ def name_place(frame: Frame) -> str:
     return where if frame.function in ("", "<module>") else f"{where} in {frame.function}"
 
 
-def name_exit(exit_code: int | None, is_out_of_memory: bool) -> str:
+def name_exit(exit_code: int | None) -> str:
     """Return how a process ended, to follow "it": `has ended (exit code 0)`, `was killed by SIGKILL`."""
-    if is_out_of_memory:
-        return "was killed by the kernel because memory ran out"
-    if exit_code is None:
-        return "has ended"
-    if exit_code >= 0:
-        return f"has ended (exit code {exit_code})"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
+    signal_name = None if exit_code is None else name_signal(exit_code)
+    if signal_name is not None:
+        return f"was killed by {signal_name}"
+    return "has ended" if exit_code is None else f"has ended (exit code {exit_code})"
