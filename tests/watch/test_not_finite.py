@@ -79,7 +79,6 @@ def test_steps_that_are_skipped_again_and_again():
     assert "rank 1 has had gradients that are not finite, again and again since backward pass 41" in (
         verdict.headline
     )
-    assert "has stopped learning" in verdict.rule
 
 
 def test_steps_that_an_exception_has_ended():
@@ -87,7 +86,6 @@ def test_steps_that_an_exception_has_ended():
     assert verdict.headline.startswith(
         "rank 1 had the first gradient that is not finite, in backward pass 41"
     )
-    assert "An exception has ended the script" in verdict.rule
 
 
 # ---- when

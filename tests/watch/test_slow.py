@@ -138,14 +138,11 @@ def test_it_is_stated_once_for_a_place() -> None:
     assert "num_workers" in told
 
 
-def test_another_place_is_reported_later_and_not_too_often() -> None:
+def test_a_rank_is_reported_once_at_whatever_place() -> None:
     slow = SlowRanks(reader(""))
-    told = tell(slow, range(1, 100), at(1, *LOADS))
-    places = [user(100 + n, "work", f"work {n}") for n in range(10)]
-    for n, place in enumerate(places):
-        told += tell(slow, range(100 + 400 * n, 500 + 400 * n), at(1, place, MAIN))
-    assert len(told) == 5
-    assert "train.py:100 in work" in told[1]
+    assert len(tell(slow, range(1, 100), at(1, *LOADS))) == 1
+    assert tell(slow, range(100, 900), at(1, user(100, "work", "work()"), MAIN)) == []
+    assert len(tell(slow, range(900, 1300), at(1, *LOADS), ranks=(2,))) == 1
 
 
 def test_ranks_that_are_slow_at_one_place_are_reported_together() -> None:

@@ -272,7 +272,6 @@ class Process:
         pid: there; 0 where it never started.
         state: from /proc; `"ended"` for one that has, `"unreachable"` for one of a node that does not answer.
         exit_code: of one that has ended (negative: the signal); `None` for the others.
-        is_out_of_memory: whether the kernel killed it for memory.
         cpu_share: of one core, by it and its children, over the last seconds.
         io_rate: bytes per second that they read and wrote meanwhile, in files and pipes.
         native: the stack that an interpreter wrote from its signal handler, innermost first: the rank's,
@@ -284,7 +283,6 @@ class Process:
     pid: int
     state: ProcessState
     exit_code: int | None = None
-    is_out_of_memory: bool = False
     cpu_share: float = 0.0
     io_rate: float = 0.0
     native: tuple[Frame, ...] = ()

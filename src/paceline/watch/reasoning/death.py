@@ -50,9 +50,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
     """
     source = Source(read_source)
     scene = rewind(seen, source)
-    states = {
-        rank: _word(state, scene.reports.get(rank)) for rank, state in find_states(scene, source).items()
-    }
+    states = find_states(scene, source)
     calls = {rank: report.calls for rank, report in scene.reports.items()}
     verdict = find_mismatch(calls, merge_groups(scene.reports), read_source)
     if verdict is not None:
@@ -126,13 +124,6 @@ def _left_no_trace(state: State, scene: Seen, here: Collection[int]) -> bool:
     )
 
 
-def _word(state: State, report: Report | None) -> State:
-    """Return a state worded for a rank that is gone."""
-    if report is None or report.last is None:
-        return state
-    return replace(state, words=state.words.replace("waits in ", "waited in ", 1))
-
-
 def _has_information(state: State) -> bool:
     """Return whether a rank's place helps the reader.
 
@@ -157,16 +148,7 @@ def _explain_wait(states: Mapping[int, State], scene: Seen, read_source: Reader 
     # Of a timeout, the cause may be on a node that has reported nothing.
     if not has_left and not (has_timed_out and len(scene.processes) >= scene.world_size):
         return None
-    verdict = explain_hang(scene, read_source)
-    if verdict is None:
-        return None
-    return replace(verdict, places=tuple(_put_into_past(place, echoes) for place in verdict.places))
-
-
-def _put_into_past(place: SharedPlace, echoes: Collection[int]) -> SharedPlace:
-    if not set(place.ranks) <= set(echoes):
-        return place
-    return replace(place, what=place.what.replace("waits in ", "waited in ", 1))
+    return explain_hang(scene, read_source)
 
 
 def _lacks(rank: int, call: Call, scene: Seen) -> bool:

@@ -7,32 +7,10 @@ from collections.abc import Mapping
 from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Effect, NotFinite, SharedPlace, Verdict
 from paceline.watch.protocol.words import pick
+from paceline.watch.reasoning.verdict import build_verdict
 
 # Each rank reports within two beats; a rank that detects it a pass later is not the first.
 _WAIT_S = 2.5
-
-_RULES = {
-    "applied": "The reduction passes such a gradient to all ranks, and the optimizer applies it to the "
-    "weights; results computed with these weights are not finite either.",
-    "skipped": "A GradScaler or the script skips such a step. That helps against one bad batch or a scale "
-    "that is too large; here the model has stopped learning.",
-    "raised": "An exception has ended the script before the optimizer took a step with it. After the "
-    "reduction, all ranks have such a gradient, whichever rank it came from.",
-    "inherited": "Such weights give no finite gradient. The previous step made them so, through a gradient "
-    "that reached no watched parameter, or through one of another node.",
-}
-_DETECT = "torch.autograd.set_detect_anomaly(True) names the operation."
-_FIX_AT_PASS = (
-    "Check the data that {ranks} had in this pass, and what is computed from there on: the "
-    f"logarithm or square root of 0, a division by 0, an exponential. {_DETECT}"
-)
-_FIXES = {
-    "applied": _FIX_AT_PASS,
-    "raised": _FIX_AT_PASS,
-    "skipped": f"Check the data of {{ranks}}, and what is computed from there on. {_DETECT}",
-    "inherited": "Check what is computed there, and the learning rate. If the run started from a "
-    "checkpoint, check that it is finite.",
-}
 
 
 class FirstNotFinite:
@@ -69,14 +47,8 @@ def explain_not_finite(found: Mapping[int, NotFinite]) -> Verdict:
     effect = next(iter(first.values())).effect
     ranks = tuple(sorted(first))
     begins = sorted({_name_module(one) for one in first.values()} - {""})
-    return Verdict(
-        code="PL821",
-        headline=_headline(effect, ranks, number, join(begins) if begins else ""),
-        places=_list_places(first),
-        rule=_RULES[effect],
-        fix=_FIXES[effect].format(ranks=name_ranks(ranks)),
-        more=_list_hints(first),
-    )
+    headline = _headline(effect, ranks, number, join(begins) if begins else "")
+    return build_verdict("PL821", headline, _list_places(first), more=_list_hints(first))
 
 
 def _headline(effect: Effect, ranks: tuple[int, ...], number: int, begins: str) -> str:

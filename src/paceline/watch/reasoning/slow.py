@@ -28,10 +28,8 @@ _ALIKE = 1.5
 _NEARLY_ALL = 0.8
 # If the others spend this share of the time there, a line is more specific than its function.
 _SOME = 0.1
-# Seconds between two checks, and until a rank is reported again, at another place; and the maximum of
-# reports.
+# Seconds between two checks, and the maximum of reports.
 _EVERY_S = 2.0
-_REST_S = 300.0
 _MOST = 5
 
 _LOADER = re.compile(r"/torch/utils/data/|data_?loader")
@@ -273,7 +271,7 @@ def _percent(share: float) -> str:
 
 
 class SlowRanks:
-    """The reports of slow ranks, one per rank and place; times are of one monotonic clock.
+    """The reports of slow ranks, one per rank; times are of one monotonic clock.
 
     Attributes:
         book: receives the beats.
@@ -285,7 +283,7 @@ class SlowRanks:
     def __init__(self, read_source: Callable[[str], Sequence[str]]) -> None:
         self.book = PaceBook()
         self._source = Source(read_source)
-        self._reported: dict[int, tuple[float, set[tuple[Frame, ...]]]] = {}
+        self._reported: set[int] = set()
         self._polled_s = 0.0
         self._num_reported = 0
 
@@ -300,15 +298,13 @@ class SlowRanks:
             return None
         self._polled_s = now_s
         ends_s = now_s - late_s
-        found = [(slow, self._find_spot(slow, ends_s)) for slow in self.book.find_slow(ends_s)]
-        found = [(slow, spot) for slow, spot in found if self._is_new(slow.rank, spot, now_s)]
+        new = [slow for slow in self.book.find_slow(ends_s) if slow.rank not in self._reported]
+        found = [(slow, self._find_spot(slow, ends_s)) for slow in new]
         if not found:
             return None
         first, spot = found[0]
-        same = [slow for slow, other in found if _find_key(other) == _find_key(spot)]
-        for slow in same:
-            _, keys = self._reported.get(slow.rank, (0.0, set()))
-            self._reported[slow.rank] = now_s, keys | {_find_key(spot)}
+        same = [slow for slow, other in found if other.frames[:1] == spot.frames[:1]]
+        self._reported |= {slow.rank for slow in same}
         self._num_reported += 1
         waits = [self.book.places(rank, first.window_s, ends_s) for rank in first.waiting]
         return build_message(same, spot, [place for places in waits for place in places])
@@ -317,13 +313,3 @@ class SlowRanks:
         own = self.book.places(slow.rank, slow.window_s, ends_s)
         others = [self.book.places(rank, slow.window_s, ends_s) for rank in slow.waiting]
         return find_spot(own, [places for places in others if places], self._source)
-
-    def _is_new(self, rank: int, spot: SlowSpot, now_s: float) -> bool:
-        if rank not in self._reported:
-            return True
-        reported_s, keys = self._reported[rank]
-        return now_s - reported_s >= _REST_S and _find_key(spot) not in keys
-
-
-def _find_key(spot: SlowSpot) -> tuple[Frame, ...]:
-    return spot.frames[:1]

@@ -139,14 +139,13 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
     if process.state == "unreachable":
         return State(rank, "unreachable", f"is on {process.node}, which does not answer")
     if process.state == "ended":
-        is_well = process.exit_code in (0, None) and not process.is_out_of_memory
-        words = name_exit(process.exit_code, process.is_out_of_memory)
+        words = name_exit(process.exit_code)
         last = None if report is None else report.last
         if last is not None and last.kind != "abort" and not last.follower:
             words = last.words
         # Only a last report is from its end.
         frames = own if last is not None else ()
-        return State(rank, "ended" if is_well else "killed", words, frames=frames)
+        return State(rank, "ended" if process.exit_code in (0, None) else "killed", words, frames=frames)
     if process.pid == 0:
         return State(rank, "missing", "was never started")
     if process.state == "stopped":
@@ -202,9 +201,11 @@ def _describe_wait(rank: int, call: Call, report: Report, own: tuple[Frame, ...]
     group = report.groups.get(call.group)
     detail = describe_tensors(call)
     name = name_call(call, name_label(group, call.group))
-    words = f"waits in {name}" + (f" ({detail})" if detail else "")
+    # Of a rank that is gone, the report is from its end.
+    waits = "waits" if report.last is None else "waited"
+    words = f"{waits} in {name}" + (f" ({detail})" if detail else "")
     if call.purpose:
-        words = f"waits {name_purpose(call)} ({name})"
+        words = f"{waits} {name_purpose(call)} ({name})"
     if is_bucket(call.frames):
         words += ", in backward"
     return State(
