@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import shutil
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from paceline.checkpoint import is_usable, verify
 from paceline.checkpoint.names import list_checkpoints
-from paceline.launching.processes.folder import clear_abandoned
+from paceline.launching.processes.folder import remove_folder
 from paceline.train.metrics import read_rows
 from tests.chaos.judge import Outcome, Tally, count_differing_bits, dump_table, read_outcome
 from tests.chaos.plan import Plan, Plans
@@ -163,10 +162,9 @@ class Chaos:
             for pid in wait_until_gone(mark, _GONE_S):
                 left.append(f"process {pid} of start {mark}")
                 kill([pid])
-        # A launch leaves alone what is younger than ten seconds; the next one would clear it.
+        # Where launcher and keeper were killed, nobody could remove their folder.
         for path in (folder / "tmp").glob("paceline-launch-*"):
-            os.utime(path, (0, 0))
-        clear_abandoned(folder / "tmp")
+            remove_folder(path)
         files = [path for path in (folder / "tmp").rglob("*") if not path.is_dir()]
         if len(files) > _MAX_LEFT_FILES:
             left += [f"{path.relative_to(folder)}" for path in files]

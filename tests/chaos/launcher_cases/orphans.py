@@ -18,8 +18,6 @@ _READY_S = 60
 _GONE_S = 15
 # The launch's own folder, and the one for multiprocessing's sockets beside it.
 _FOLDERS = ("paceline-launch-", "pymp-pl-")
-# How old a folder must look before the next launch takes it for abandoned.
-_AGED_S = 20
 
 
 def _ask(job: Launched, ranks: list[int], number: int) -> None:
@@ -89,18 +87,6 @@ def check_orphans(folder: Path, *, event: str, kind: str, is_cold: bool) -> None
             assert (code, f"stopped by {event}" in job.text) == (1 if event == "SIGINT" else 75, True), (
                 f"{code}:\n{job.text}"
             )
-    if stays:
-        _check_next_clears(folder)
-
-
-def _check_next_clears(folder: Path) -> None:
-    """Check that the next launch removes the folders of one whose processes are all gone."""
-    for path in (folder / "tmp").iterdir():
-        os.utime(path, (time.time() - _AGED_S,) * 2)
-    with Launched(folder, paceline_run("--no-python", "true")) as job:
-        assert job.wait(60) == 0, job.text
-        left = job.find_left(1)
-        assert not left, f"left by the next launch: {left}"
 
 
 def check_power_cut_leaves_nothing(folder: Path) -> None:

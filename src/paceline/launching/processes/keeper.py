@@ -32,7 +32,7 @@ from paceline.launching.processes.family import (
     send_to_group,
     wait,
 )
-from paceline.launching.processes.folder import ALIVE, remove_folder
+from paceline.launching.processes.folder import remove_folder
 from paceline.launching.processes.messages import Ended, Kill, LetRun, Refused, Start, Started, Sweep, Swept
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall, run_call
@@ -53,7 +53,6 @@ class Keeper:
         # Held only so that the pump sees that a process is left.
         self._pump = pump
         self._folder = ""
-        self._alive = -1
         self._ranks: set[int] = set()
         self._pid = os.getpid()
         self._inputs = selectors.DefaultSelector()
@@ -93,7 +92,7 @@ class Keeper:
         elif isinstance(message, Kill):
             end_family(message.pid)
         elif isinstance(message, Sweep):
-            self._hold("")
+            self._folder = ""
             if message.kills:
                 end_descendants(self._reap)
             self._send(Swept())
@@ -111,23 +110,10 @@ class Keeper:
         self._until_s = float("inf")
         return None
 
-    def _hold(self, folder: str) -> None:
-        """Mark the launcher's folder as belonging to a living process (`folder.py`)."""
-        if folder == self._folder:
-            return
-        if self._alive >= 0:
-            os.close(self._alive)
-            self._alive = -1
-        self._folder = folder
-        with suppress(OSError):
-            if folder:
-                flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                self._alive = os.open(os.path.join(folder, ALIVE), flags)
-
     # ---- starting
 
     def _start(self, start: Start, targets: tuple[int, int]) -> Start | None:
-        self._hold(start.launch_folder)
+        self._folder = start.launch_folder
         if isinstance(start.entry, RankCall):  # a script's rank hides modules that it has not asked for
             preload_watch(start.watch)
         failed_read, failed_write = os.pipe2(os.O_CLOEXEC)
@@ -164,7 +150,7 @@ class Keeper:
         self._connection.close()
         if self._pump is not None:
             self._pump.let_go()
-        for fd in (*targets, *self._wake, *([self._alive] if self._alive >= 0 else [])):
+        for fd in (*targets, *self._wake):
             os.close(fd)
         os.environ.clear()
         os.environ.update(start.environ)
