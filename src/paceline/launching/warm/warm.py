@@ -41,12 +41,10 @@ class Warmth:
 
     Attributes:
         environ: the environment that the script finds, or until then that of the import.
-        reads: by top-level package, the variables that were read meanwhile.
     """
 
     def __init__(self) -> None:
         self.environ = dict(os.environ)
-        self.reads: dict[str, set[str]] = {}
         self._before = set(sys.modules)
 
     def load(self, names: Iterable[str]) -> None:
@@ -58,7 +56,7 @@ class Warmth:
         collecting = gc.isenabled()
         gc.disable()  # a sixth of the time of importing torch
         try:
-            with _recorded_reads(self.reads), _one_thread_in_openblas():
+            with _one_thread_in_openblas():
                 for name in names:
                     with suppress(ImportError):
                         importlib.import_module(name)
@@ -94,8 +92,9 @@ class Warmth:
 
     def _settle(self, package: str, restart: Callable[[list[str]], None]) -> None:
         """Compare the environment when a package is imported; restart the rank if it cannot be fixed."""
-        names = self.reads.get(package, set()) | _names_read_by(package)
-        late = sorted(name for name in names if os.environ.get(name) != self.environ.get(name))
+        late = sorted(
+            name for name in _names_read_by(package) if os.environ.get(name) != self.environ.get(name)
+        )
         for name in late:
             if name in REAPPLIED:
                 REAPPLIED[name]()
@@ -190,32 +189,6 @@ def why_not_fork() -> str | None:
     if torch is not None and torch.cuda.is_initialized():
         return "importing torch has started CUDA here, which does not survive a fork"
     return None
-
-
-# ---- reads of the environment
-
-
-@contextmanager
-def _recorded_reads(reads: dict[str, set[str]]) -> Iterator[None]:
-    """Record the variables that Python code reads, by package."""
-
-    class Recording(os._Environ):  # type: ignore[type-arg]
-        def __getitem__(self, key: str) -> str:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc"):
-                frame = frame.f_back
-            package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            reads.setdefault(package, set()).add(key)
-            value: str = super().__getitem__(key)
-            return value
-
-    environ: Any = os.environ
-    before = type(environ)
-    environ.__class__ = Recording
-    try:
-        yield
-    finally:
-        environ.__class__ = before
 
 
 # ---- settings that can be applied again
