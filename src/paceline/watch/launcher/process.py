@@ -49,7 +49,7 @@ class _Sample:
 
 
 class ProcessSampler:
-    """A sampler of the ranks' processes on this node; each sample covers the time since the one before.
+    """A sampler of the ranks' processes on this node.
 
     Args:
         node: name of this machine.
@@ -60,14 +60,9 @@ class ProcessSampler:
         self._before: dict[int, _Sample] = {}
         self._watching: dict[int, Path] = {}  # by process, where the I/O of its watching thread is
 
-    def sample(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """Return the state of each rank's process, by rank."""
-        return {watched.rank: self._sample_one(watched, is_kept=True) for watched in ranks}
-
-    def peek(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """Return a sample out of turn: the next call of `sample` still covers all the time since the last
-        one."""
-        return {watched.rank: self._sample_one(watched, is_kept=False) for watched in ranks}
+    def sample(self, ranks: Sequence[WatchedRank], *, is_kept: bool = True) -> dict[int, Process]:
+        """Return the state of each rank's process, by rank, with its use since the last one that was kept."""
+        return {watched.rank: self._sample_one(watched, is_kept=is_kept) for watched in ranks}
 
     def _sample_one(self, watched: WatchedRank, *, is_kept: bool) -> Process:
         if watched.exit_code is not None or watched.pid == 0:

@@ -320,7 +320,7 @@ class RankWatcher:
         self._reports = {}
         self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
-        self._processes = self._sampler.peek(self._list_ranks())
+        self._processes = self._sampler.sample(self._list_ranks(), is_kept=False)
         living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
         expected = living & self._listener.ranks
         while self._lacks_answer(expected) and time.monotonic() < ends_s:
@@ -330,7 +330,7 @@ class RankWatcher:
     def _collect(self) -> Seen:
         """Ask all ranks for reports, and return what came."""
         expected = self._ask(is_full=False)
-        self._processes = self._sampler.peek(self._list_ranks())
+        self._processes = self._sampler.sample(self._list_ranks(), is_kept=False)
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         loading = [self._processes[r] for r, report in self._reports.items() if _is_loading(report)]
         processes = self._processes | {
@@ -357,7 +357,7 @@ class RankWatcher:
             if rank in self._listener.ranks
         ):
             self._receive(0.05)
-        self._processes = self._sampler.peek(self._list_ranks())
+        self._processes = self._sampler.sample(self._list_ranks(), is_kept=False)
         return self._rank_ends.add_to(seen, self._processes)
 
     def _ask_nodes(self, seen: Seen) -> Seen:

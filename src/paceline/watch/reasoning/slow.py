@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, PlaceTime, SharedPlace, Verdict
-from paceline.watch.protocol.words import name_line, name_place, own_frames, pick, to_plural
+from paceline.watch.protocol.words import own_frames, pick
 from paceline.watch.reasoning.activity import find_activity, find_distributed
 from paceline.watch.reasoning.pace import PaceBook, Slow
 from paceline.watch.reasoning.source import Source
@@ -209,37 +209,18 @@ def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTim
     headline = (
         f"{name_ranks(ranks)} {pick(ranks, 'makes', 'make')} {who} wait: "
         f"{pick(first.waiting, 'it has', 'they have')} waited in collectives for "
-        f"{_percent(first.waiting_share)} of the last {first.window_s:.0f} s, "
-        f"{name_ranks((first.rank,))} for {_percent(first.share)}"
+        f"{first.waiting_share:.0%} of the last {first.window_s:.0f} s, "
+        f"{name_ranks((first.rank,))} for {first.share:.0%}"
     )
-    theirs = f" ({who}: {_percent(spot.others)})" if waits else ""
-    time = f"{_percent(spot.share)} of the time"
-    if spot.words or spot.frames:
-        words = spot.words or "is"
-        they = f"it {words}" if len(ranks) == 1 else f"they {to_plural(words)}"
-        headline += f"; {time} {they}{_name_spot(spot)}"
-    what = f"{spot.words}, {time}{theirs}" if spot.words else f"is {_name_here(spot)} {time}{theirs}"
+    theirs = f" ({who}: {spot.others:.0%})" if waits else ""
+    here = "here" if spot.is_line or not spot.frames else f"in {spot.frames[0].function}, mostly here,"
+    what = f"{spot.words}," if spot.words else f"is {here}"
+    what += f" {spot.share:.0%} of the time{theirs}"
     fix = _FIX_MACHINE if spot.is_everywhere else _FIX_LOADER if spot.is_loader else _FIX
     if spot.frames and _WRITES.search(spot.frames[0].file):
         fix = _FIX_DISK
     places = (SharedPlace(ranks, what, spot.frames), *_place_waits(first, waits))
     return build_verdict("PL820", headline, places, fix=fix)
-
-
-def _name_here(spot: SlowSpot) -> str:
-    """Return the words to precede a line."""
-    return "here" if spot.is_line or not spot.frames else f"in {spot.frames[0].function}, mostly here,"
-
-
-def _name_spot(spot: SlowSpot) -> str:
-    """Return the place after the headline: ` at train.py:31 in load`, ` in augment, mostly at
-    train.py:31`."""
-    if not spot.frames:
-        return ""
-    frame = spot.frames[0]
-    if spot.is_line or frame.function in ("", "<module>"):
-        return f" at {name_place(frame)}"
-    return f" in {frame.function}, mostly at {name_line(frame)}"
 
 
 def _place_waits(slow: Slow, waits: Sequence[PlaceTime]) -> list[SharedPlace]:
@@ -254,17 +235,10 @@ def _place_waits(slow: Slow, waits: Sequence[PlaceTime]) -> list[SharedPlace]:
     if not seconds:
         return []
     stack = frames[max(seconds, key=lambda own: seconds[own])]
-    operation = find_distributed(stack) or ("backward" if _is_backward(stack) else "")
+    is_backward = any(frame.function == "_engine_run_backward" for frame in stack)
+    operation = find_distributed(stack) or ("backward" if is_backward else "")
     words = f"waits in {operation}" if operation else "waits for others"
     return [SharedPlace(slow.waiting, f"{words}, mostly", own_frames(stack))]
-
-
-def _is_backward(frames: Sequence[Frame]) -> bool:
-    return any(frame.function == "_engine_run_backward" for frame in frames)
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.0f}%"
 
 
 # ---- when

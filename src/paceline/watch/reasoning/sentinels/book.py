@@ -99,12 +99,7 @@ def explain(proof: Proof) -> Verdict:
     if len(proof.ranks) > 1:
         verb, _, rest = what.partition(" ")
         what = f"{'have' if verb == 'has' else verb.removesuffix('s')} {rest.replace('its own', 'their own')}"
-    has_rule = proof.code < "PL100"
-    return Verdict(
-        code=proof.code,
-        headline=f"{proof.saw}: {page.title[0].lower()}{page.title[1:]}",
-        places=(SharedPlace(proof.ranks, what.rstrip(), proof.frames),),
-        rule=page.why,
-        fix=page.fix,
-        more=("`paceline lint` looks for this before a run.",) if has_rule else (),
-    )
+    headline = f"{proof.saw}: {page.title[0].lower()}{page.title[1:]}"
+    places = (SharedPlace(proof.ranks, what.rstrip(), proof.frames),)
+    more = ("`paceline lint` looks for this before a run.",) if proof.code < "PL100" else ()
+    return Verdict(proof.code, headline, places, page.why, page.fix, more)
