@@ -280,9 +280,9 @@ def _lint_page() -> Iterator[str]:
     yield "| code | level | mistake | `--fix` |"
     yield "|---|---|---|---|"
     pages = read_pages()
-    for code, rule in sorted(RULES.items()):
+    for code, level in sorted(RULES.items()):
         fix = "yes" if code in FIXES else ""
-        yield f"| [{code}](codes.md) | {rule.level} | {_cell(pages[code].title)} | {fix} |"
+        yield f"| [{code}](codes.md) | {level} | {_cell(pages[code].title)} | {fix} |"
     yield ""
 
 

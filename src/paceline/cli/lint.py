@@ -51,18 +51,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    from paceline.lint.check import check_sources
+    from paceline.lint.check import check_sources, concerns_ranks
     from paceline.lint.sources import read_sources
 
     sources = list(read_sources(args.paths, sys.stdin.read))
-    checked = check_sources(sources)
+    findings = check_sources(sources)
     if args.diff or args.fix:
-        changed = _fix(sources, checked.findings, write=args.fix and not args.diff)
+        changed = _fix(sources, findings, write=args.fix and not args.diff)
         if args.diff:
             return 1 if changed else 0
         sources = list(read_sources(args.paths, sys.stdin.read))
-        checked = check_sources(sources)
-    findings = checked.findings
+        findings = check_sources(sources)
     if args.format in _BESIDE:
         for finding in findings:
             if finding.level == "error" and not (args.one_node and finding.code in _OF_NODES):
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             if 0 < finding.line <= len(lines):
                 print(f"    | {lines[finding.line - 1].strip()}")
             print(f"    {finding.rule}\n    Fix: {finding.fix}\n")
-        _print_sum(findings, checked.num_files, checked.num_concerned)
+        _print_sum(findings, len(sources), any(concerns_ranks(source.text) for source in sources))
     return 1 if any(finding.level in ("error", "warning") for finding in findings) else 0
 
 
@@ -140,7 +139,7 @@ def lint_beside(script: str, *, as_json: bool, one_node: bool) -> None:
     threading.Thread(target=beside.wait, daemon=True, name="reap the linter").start()
 
 
-def _print_sum(findings: Sequence[Any], num_files: int, num_concerned: int) -> None:
+def _print_sum(findings: Sequence[Any], num_files: int, is_concerned: bool) -> None:
     counts = [
         f"{n} {level}{'s' * (n != 1)}"
         for level in ("error", "warning")
@@ -149,7 +148,7 @@ def _print_sum(findings: Sequence[Any], num_files: int, num_concerned: int) -> N
     files = f"{num_files} file{'s' * (num_files != 1)}"
     if counts:
         print(f"{' and '.join(counts)} in {files}.")
-    elif num_concerned:
+    elif is_concerned:
         print(f"No mistake found in {files}.")
     else:
         print(f"Nothing to check: no word of distributed training in {files}.")

@@ -45,13 +45,6 @@ _RANDOM = words("rand randn randint randperm normal bernoulli multinomial rand_l
 _FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn"}
 
 
-def attribute_of_library(run: Any, name: str) -> Value:
-    """Return a member of a library."""
-    if name == "os.environ":
-        return run.environ  # type: ignore[no-any-return]
-    return Value("lib", ref=name)
-
-
 def call_library(call: KnownCall, name: str) -> Value:
     """Return the result of a function of a library."""
     short = canonical(name)

@@ -14,7 +14,7 @@ from paceline.codes import read_pages
 from paceline.lint.evaluation import GaveUp
 from paceline.lint.facts import KnownCall
 from paceline.lint.interpreter import Interpreter
-from paceline.lint.rules import RULES, WitnessTrace
+from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
 from paceline.lint.scopes import Function, Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
@@ -166,50 +166,33 @@ def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | Non
 def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:
     pages = read_pages()
     found: dict[tuple[str, int, int, str], LintFinding] = {}
-    for code, rule in RULES.items():
-        page = pages[code]
-        for one in rule.check(witnesses):
-            node = one.node
+    for first, check in CHECKS:
+        for one in check(witnesses):
+            code, node = one.code or first, one.node
+            page = pages[code]
             line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
             end = getattr(node, "end_lineno", line) or line, (getattr(node, "end_col_offset", 0) or 0) + 1
-            finding = LintFinding(one.path, line, column, *end, code, rule.level, one.saw, page.why, page.fix)
+            finding = LintFinding(
+                one.path, line, column, *end, code, RULES[code], one.saw, page.why, page.fix
+            )
             found.setdefault((one.path, line, column, code), finding)
     return sorted(found.values())
 
 
-@dataclass
-class LintReport:
-    """The findings in some sources.
-
-    Attributes:
-        findings: sorted by place.
-        num_files: the scripts that were read.
-        num_concerned: those with a word of distributed training.
-    """
-
-    findings: list[LintFinding]
-    num_files: int = 0
-    num_concerned: int = 0
-
-
-def check_sources(sources: Sequence[ScriptSource]) -> LintReport:
+def check_sources(sources: Sequence[ScriptSource]) -> list[LintFinding]:
     """Return the findings of scripts; those in a module that several of them import are reported once."""
     found: dict[tuple[str, int, int, str], LintFinding] = {}
-    checked = LintReport([])
     settings: dict[Path, LintSettings] = {}
     for source in sources:
         folder = Path(source.path).parent
         if folder not in settings:
             settings[folder] = read_settings(folder, list(RULES))
-        checked.num_files += 1
-        checked.num_concerned += concerns_ranks(source.text)
         for finding in _check_source(source):
             level = settings[folder].level_of(finding.code, finding.path.partition("#")[0], finding.level)
             place = (finding.path, finding.line, finding.column, finding.code)
             if level != "off":
                 found.setdefault(place, replace(finding, level=level))  # type: ignore[arg-type]
-    checked.findings = sorted(found.values())
-    return checked
+    return sorted(found.values())
 
 
 def _check_source(source: ScriptSource) -> list[LintFinding]:

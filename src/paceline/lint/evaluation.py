@@ -256,7 +256,8 @@ class Evaluator:
         kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
         result = Value(kind, taint=taint, deps=deps, node=node)
         facts.keep_facts(result, left, op, right)
-        library.divided_by_devices(self, left, op, right, node)
+        if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not self.is_spawned:
+            self.emit("device_count", node)
         return result
 
     def _eval_compare(self, node: ast.Compare) -> Value:

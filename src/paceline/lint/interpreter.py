@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from paceline.lint import facts, library
+from paceline.lint import facts, library, methods
 from paceline.lint.evaluation import Evaluator, GaveUp
 from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
@@ -443,7 +443,7 @@ class Interpreter(Evaluator):
         leave = []
         for item in node.items:
             value = self.eval(item.context_expr)
-            leave.append(library.enter(self, value, item.context_expr))
+            leave.append(methods.enter(self, value))
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value.attrs.get("#as", value))
         ends = self.execute(node.body)

@@ -46,7 +46,8 @@ def _each_but_none(value: Value, do: Callable[[Value], Value]) -> Value:
 def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
     """Return an attribute."""
     if owner.kind == "lib":
-        return calls.attribute_of_library(run, f"{owner.ref}.{name}")
+        dotted = f"{owner.ref}.{name}"
+        return run.environ if dotted == "os.environ" else Value("lib", ref=dotted)  # type: ignore[no-any-return]
     if owner.kind == "module":
         found: Value | None = owner.ref.names.get(name)
         return found if found is not None else unknown()
@@ -210,31 +211,6 @@ def decorate(run: Any, decorator: ast.expr, value: Value) -> Value:
     if fact is not None:
         value.attrs[f"#{fact}"] = True
     return value
-
-
-def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
-    """Enter a context; return what leaves it."""
-
-    if value.of_kind("no_sync"):
-        run.no_sync.append(value)
-        return run.no_sync.pop  # type: ignore[no-any-return]
-    state = "num_joins" if value.of_kind("join") else "no_grad" if value.kind == "no_grad" else ""
-    if state:
-        before = getattr(run, state)
-        setattr(run, state, before + 1)
-        return partial(setattr, run, state, before)
-    first, last = _method(value, "__enter__"), _method(value, "__exit__")
-    if first is not None:
-        value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
-    if last is not None:
-        return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
-    return lambda: None
-
-
-def divided_by_devices(run: Any, left: Value, op: ast.operator, right: Value, node: ast.AST) -> None:
-    """Record that a sum over all ranks is divided by the devices of one node."""
-    if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not run.is_spawned:
-        run.emit("device_count", node, what="divides a sum over all ranks")
 
 
 def instantiate(c: KnownCall, cls: Value) -> Value:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from paceline.lint.facts import (
@@ -196,12 +198,6 @@ def _to(c: KnownCall) -> Value:
     return c.owner
 
 
-@known("__iter__", of="loader sampler")
-def _iter(c: KnownCall) -> Value:
-    c.run.emit("iterate", c.node, loader=c.owner)
-    return Value("list", attrs={"#element": batch_of(c.run, c.owner)})
-
-
 @known("step", of="optimizer scheduler scaler")
 def _step(c: KnownCall) -> Value:
     what = c.owner.kind
@@ -294,13 +290,24 @@ def _prepare(c: KnownCall) -> Value:
     return ready[0] if len(ready) == 1 else sequence(ready, "tuple")
 
 
+def enter(run: Any, value: Value) -> Callable[[], None]:
+    """Enter a context; return what leaves it."""
+    if value.of_kind("no_sync"):
+        run.no_sync.append(value)
+        return run.no_sync.pop  # type: ignore[no-any-return]
+    state = "num_joins" if value.of_kind("join") else "no_grad" if value.kind == "no_grad" else ""
+    if not state:
+        return lambda: None
+    before = getattr(run, state)
+    setattr(run, state, before + 1)
+    return partial(setattr, run, state, before)
+
+
 @known("enter_context push", of="holder")
 def _enter_context(c: KnownCall) -> Value | None:
-    from paceline.lint import library  # which is built on this file
-
     if not c.args:
         return None
-    library.enter(c.run, Value("union", ref=(c.args[0], unknown())), c.node)
+    enter(c.run, Value("union", ref=(c.args[0], unknown())))
     return c.args[0].attrs.get("#as", c.args[0])  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from paceline.lint.rules import collectives, data, models, places, saving, steps
-from paceline.lint.rules.rule import RULES, WitnessTrace
+from paceline.lint.rules.rule import CHECKS, RULES, WitnessTrace
 
-__all__ = ["RULES", "WitnessTrace", "collectives", "data", "models", "places", "saving", "steps"]
+__all__ = ["CHECKS", "RULES", "WitnessTrace", "collectives", "data", "models", "places", "saving", "steps"]

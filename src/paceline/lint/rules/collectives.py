@@ -6,8 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import (
@@ -122,12 +121,7 @@ def _op(token: Token) -> str:
     return "the wrapped model" if token.signature[0] in ("forward", "backward") else str(token.signature[0])
 
 
-_Difference: TypeAlias = "tuple[str, Spot]"
-
-
-def _compare(
-    a: list[Token], b: list[Token], places: tuple[WitnessPlace, WitnessPlace]
-) -> Iterator[_Difference]:
+def _compare(a: list[Token], b: list[Token], places: tuple[WitnessPlace, WitnessPlace]) -> Iterator[Spot]:
     i = j = 0
     while i < len(a) or j < len(b):
         one, other = a[i] if i < len(a) else None, b[j] if j < len(b) else None
@@ -142,7 +136,7 @@ def _compare(
             ranks = places[0].rank, places[1].rank
             saw = f"rank {ranks[0]} calls {_op(one)} here, while rank {ranks[1]} calls {_op(other)} "
             if "forward" not in (one.signature[0], other.signature[0]) or alone:
-                yield "PL002", at(one.event, f"{saw}(line {other.event.line}).")
+                yield at(one.event, f"{saw}(line {other.event.line}).", "PL002")
             return
         if alone and one is not None:
             yield _missing(one, places[0], places[1])
@@ -157,7 +151,7 @@ def _compare(
             return
 
 
-def _skipped(a: list[Token], b: list[Token], places: Sequence[WitnessPlace]) -> Iterator[_Difference]:
+def _skipped(a: list[Token], b: list[Token], places: Sequence[WitnessPlace]) -> Iterator[Spot]:
     """Report a collective that a rank leaves out by a condition of its own, which another always calls."""
     branch = b[0].branch
     if branch is None or a[0].event is None or not Taint.RANK & branch.taint or Taint.UNKNOWN & branch.taint:
@@ -166,28 +160,24 @@ def _skipped(a: list[Token], b: list[Token], places: Sequence[WitnessPlace]) -> 
     counts = [sum(leaf.signature == op for token in side for leaf in token.leaves()) for side in (a, b)]
     if counts[0] == counts[1] and [] in b[0].parts and any(op == t.signature for p in b[0].parts for t in p):
         saw = f"rank {places[0].rank} always calls {_op(a[0])}, and rank {places[1].rank} on a condition "
-        yield (
-            _CODE_OF["forward" if a[0].event.kind != "coll" else ""],
-            at(next(b[0].leaves()).leaf, f"{saw}of its own (line {branch.line})."),
-        )
+        code = _CODE_OF["forward" if a[0].event.kind != "coll" else ""]
+        yield at(next(b[0].leaves()).leaf, f"{saw}of its own (line {branch.line}).", code)
 
 
-def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> _Difference:
+def _missing(token: Token, here: WitnessPlace, there: WitnessPlace) -> Spot:
     event = token.leaf
     via = "forward" if event.kind in ("forward", "backward") else event.via or ""
     saw = f"rank {here.rank} calls {_op(next(token.leaves()))} here, and rank {there.rank} does not."
-    return _CODE_OF[via], at(event, saw)
+    return at(event, saw, _CODE_OF[via])
 
 
-def _compare_same(
-    one: Token, other: Token, places: tuple[WitnessPlace, WitnessPlace]
-) -> Iterator[_Difference]:
+def _compare_same(one: Token, other: Token, places: tuple[WitnessPlace, WitnessPlace]) -> Iterator[Spot]:
     if one.loop is not None and other.loop is not None:
         counts = one.loop.count, other.loop.count
         if None not in counts and counts[0] != counts[1] and not one.loop.is_joined:
             rounds = f"{counts[0]} rounds on rank {places[0].rank} and {counts[1]} on rank {places[1].rank}"
             saw = f"this loop has {rounds}, and there is a collective in it."
-            yield "PL004", at(one.loop, saw)
+            yield at(one.loop, saw, "PL004")
     for part, other_part in zip(one.parts, other.parts, strict=False):
         yield from _compare(part, other_part, places)
     a, b = one.event, other.event
@@ -195,14 +185,14 @@ def _compare_same(
         return
     ranks = f"on rank {places[0].rank} and {{}} on rank {places[1].rank}."
     if a.op in _SIZED and a.shape and b.shape and a.shape != b.shape:
-        yield "PL009", at(a, f"the tensor has shape {a.shape} {ranks.format(b.shape)}")
+        yield at(a, f"the tensor has shape {a.shape} {ranks.format(b.shape)}", "PL009")
     for what, pair in (("operation", (a.reduce_op, b.reduce_op)), ("dtype", (a.dtype, b.dtype))):
         names = [_names_of(value) for value in pair]
         if "?" not in names and names[0] != names[1]:
-            yield "PL009", at(a, f"the {what} is {names[0]} {ranks.format(names[1])}")
+            yield at(a, f"the {what} is {names[0]} {ranks.format(names[1])}", "PL009")
     sources = [one.source.const for one in (a, b) if one.source is not None]
     if len(sources) == 2 and all(isinstance(one, int) for one in sources) and sources[0] != sources[1]:
-        yield "PL009", at(a, f"the source is {sources[0]} {ranks.format(sources[1])}")
+        yield at(a, f"the source is {sources[0]} {ranks.format(sources[1])}", "PL009")
 
 
 def _names_of(value: Value | None) -> str:
@@ -212,26 +202,22 @@ def _names_of(value: Value | None) -> str:
     return " or ".join(sorted(names)) if names and len(names) == len(found) else "?"
 
 
-def _of_code(witnesses: Sequence[WitnessTrace], code: str) -> Iterator[Spot]:
-    found = witnesses[0].differences
-    if found is None:
-        found = witnesses[0].differences = {}
-        for one, two in itertools.combinations(witnesses, 2):
-            places = one.place, two.place
-            tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
-            for difference in _compare(*tokens, places):
-                found.setdefault(id(difference[1].node), difference)
-    yield from (spot for known, spot in found.values() if known == code)
-
-
-for _code in ("PL001", "PL006", "PL007", "PL008"):
-    rule(_code)(partial(_of_code, code=_code))
+@rule("PL001 PL002 PL004 PL006 PL007 PL008 PL009")
+def unlike_collectives(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a collective that a rank lacks, calls in another order, or gives something else."""
+    told: set[int] = set()
+    for one, two in itertools.combinations(witnesses, 2):
+        places = one.place, two.place
+        tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
+        for spot in _compare(*tokens, places):
+            if id(spot.node) not in told:
+                told.add(id(spot.node))
+                yield spot
 
 
 @rule("PL002")
 def unlike_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report collectives in another order, and two ranks that both receive from each other first."""
-    yield from _of_code(witnesses, "PL002")
     for one, other in itertools.combinations(witnesses, 2):
         firsts = [_first_transfer(*pair) for pair in ((one, other), (other, one))]
         if all(event is not None and event.op == "recv" for event in firsts):
@@ -254,7 +240,6 @@ def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
 @rule("PL009")
 def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a shape, type, operation, source or number of microbatches that depends on the rank."""
-    yield from _of_code(witnesses, "PL009")
     for one, other in itertools.combinations(witnesses, 2):
         theirs = {id(event.node): event.value for event in other.events("alike")}
         for event in one.events("alike"):
@@ -267,7 +252,6 @@ def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 @rule("PL004")
 def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with collectives over data that was split by rank without making the parts equal."""
-    yield from _of_code(witnesses, "PL004")
     for witness in witnesses:
         for loop in loops(witness.items):
             if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):

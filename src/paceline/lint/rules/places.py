@@ -79,7 +79,10 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         if world.is_known and world.fact("devices") and world.const != witness.place.world:
             yield at(event, "world_size is the number of devices of one node.")
     for event in witness.events("device_count"):
-        yield at(event, f"torch.cuda.device_count() {event.what}, and counts the devices of one node.")
+        yield at(
+            event,
+            "a sum over all ranks is divided by torch.cuda.device_count(), the devices of one node.",
+        )
 
 
 @rule("PL058")

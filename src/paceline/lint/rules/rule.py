@@ -23,14 +23,12 @@ class WitnessTrace:
         items: the trace.
         reads: the variables of a launcher that it read.
         spawns: whether the script starts its ranks itself.
-        differences: those of the collectives of witnesses, which several rules report.
     """
 
     place: WitnessPlace
     items: list[Item]
     reads: set[str]
     spawns: bool
-    differences: dict[int, tuple[str, Spot]] | None = None
 
     @cached_property
     def all_events(self) -> list[TraceEvent]:
@@ -44,38 +42,33 @@ class WitnessTrace:
 
 @dataclass(frozen=True)
 class Spot:
-    """A place in the source, and what was seen there."""
+    """A place in the source, and what was seen there; the code, if the check has several."""
 
     node: ast.AST
     path: str
     saw: str
+    code: str = ""
 
 
-def at(item: Item, saw: str) -> Spot:
+def at(item: Item, saw: str, code: str = "") -> Spot:
     """Return a finding at the place of something in a trace."""
-    return Spot(item.node, item.path, saw)
+    return Spot(item.node, item.path, saw, code)
 
 
 Check = Callable[[Sequence[WitnessTrace]], Iterator[Spot]]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A code with its level and its check."""
-
-    code: str
-    level: Level
-    check: Check
+# The level of each code, and the checks with their first code.
+RULES: dict[str, Level] = {}
+CHECKS: list[tuple[str, Check]] = []
 
 
-RULES: dict[str, Rule] = {}
-
-
-def rule(code: str, level: Level = "error") -> Callable[[Check], Check]:
+def rule(codes: str, level: Level = "error") -> Callable[[Check], Check]:
     """Register a check."""
 
     def register(check: Check) -> Check:
-        RULES[code] = Rule(code, level, check)
+        RULES.update(dict.fromkeys(codes.split(), level))
+        CHECKS.append((codes.split()[0], check))
         return check
 
     return register
