@@ -16,7 +16,7 @@ import torch
 from paceline.checkpoint.content import StoredTensor, read_all
 from paceline.generators import preserved_generators, write_generators
 
-_NUMBER = (int, float)
+_NUMBER, _MOST = (int, float), 1 << 62
 # Keys of the parts of a state, with the types of their values.
 _STATE = {"counters": dict, "updates": dict, "loaders": dict, "rng": dict, "settings": dict, "tracked": dict}
 _COUNTERS = {"step": int, "samples": int, "skipped_in_a_row": int, "loss": _NUMBER}
@@ -25,6 +25,7 @@ _UPDATE = {
     "scaler": (dict, type(None)),
     "unit": (*_NUMBER, type(None)),
     "flops_per_sample": (*_NUMBER, type(None)),
+    "frozen": list,
 }
 _POSITION = ("epoch", "number", "samples", "global_batch_size")
 _LOADER = {
@@ -70,11 +71,15 @@ def check_run_state(step: int, model: Mapping[str, StoredTensor], optimizer: Any
         parts = dict(zip(("step", "value", "since"), best, strict=True))
         _require(parts, {"step": int, "value": _NUMBER, "since": int}, "state.counters.best")
     for name, update in state["updates"].items():
-        _require(update, _UPDATE, f"state.updates.{name}")
+        _require({"frozen": []} | update, _UPDATE, f"state.updates.{name}")
+        if update["unit"] is not None and math.frexp(update["unit"])[0] != 0.5:
+            raise BadStateError(f"state.updates.{name}.unit is no power of two")
     for name, loader in state["loaders"].items():
         _require(loader, _LOADER, f"state.loaders.{name}")
         if min(loader[key] for key in _POSITION) < 0:
             raise BadStateError(f"state.loaders.{name} has a number below 0")
+        if loader["num_samples"] is not None and loader["samples"] > loader["num_samples"]:
+            raise BadStateError(f"state.loaders.{name} is behind the end of its epoch")
     _require({"residuals": {}} | state, {"residuals": dict}, "state")
     settings = state["settings"]
     _require(settings, _SETTINGS, "state.settings")
@@ -122,5 +127,6 @@ def _require(value: Any, keys: Mapping[str, Any], place: str) -> None:
     for key, kinds in keys.items():
         if key not in value:
             raise BadStateError(f"{place} lacks {key}")
-        if type(value[key]) not in (kinds if isinstance(kinds, tuple) else (kinds,)):
+        is_of_kind = type(value[key]) in (kinds if isinstance(kinds, tuple) else (kinds,))
+        if not is_of_kind or (type(value[key]) is int and not -_MOST < value[key] < _MOST):
             raise BadStateError(f"{place}.{key} is {value[key]!r:.60}")

@@ -6,6 +6,7 @@ element alone, so on any layout it has the bits of `torch.optim.swa_utils.Averag
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -103,7 +104,7 @@ class Average:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved average with this rank's parts."""
-        self.num_averaged = state["num_averaged"]
+        self.num_averaged = operator.index(state["num_averaged"])
         for name, value in self._values.items():
             if not value.is_meta:
                 local(value).copy_(local(state["parameters"][name]))

@@ -241,11 +241,29 @@ def _map_items(value: Any, function: Any) -> Any:
     return value
 
 
+def load_part(name: str, owner: Any, state: Any) -> None:
+    """Load a saved state into a schedule or a tracked object; raise PL511 if that fails."""
+    try:
+        owner.load_state_dict(state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise of_another(f"{name} cannot load its part ({type(error).__name__}: {error}).") from error
+
+
+def load_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
+    """Load a schedule's state; raise PL511 if that fails, or would fail in a later step."""
+    fresh = schedule.state_dict()
+    load_part("the schedule", schedule, state)
+    for key, value in fresh.items():
+        kinds = (int, float) if isinstance(value, (int, float)) else list
+        if isinstance(value, kinds) and not isinstance(state.get(key, value), kinds):
+            raise of_another(f"{key} of the schedule is {state[key]!r:.40}.")
+
+
 def of_another(saw: str) -> PacelineError:
     """Return PL511 for state that does not fit."""
     return PacelineError(
         "PL511",
-        saw=f"The saved optimizer state does not fit: {saw}",
+        saw=f"The saved state does not fit: {saw}",
         rule="State belongs to the parameters it was gathered for; a checkpoint of another model has none.",
         fix="Resume with the model and the optimizer that wrote it, or start a new run in another folder.",
     )

@@ -37,7 +37,11 @@ from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
 from paceline.train.copies import Copies
-from paceline.train.optimizer_state import load_optimizer_state_by_name, of_another, optimizer_state_by_name
+from paceline.train.optimizer_state import (
+    load_optimizer_state_by_name,
+    load_schedule,
+    optimizer_state_by_name,
+)
 from paceline.train.pieces import complete_pieces, join_pieces
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
@@ -358,12 +362,7 @@ class Update:
     def load_progress(self, state: dict[str, Any]) -> None:
         """Load schedule, scaler, unit and counted operations of `state_dict`."""
         if self.schedule is not None and state["schedule"] is not None:
-            try:
-                self.schedule.load_state_dict(state["schedule"])
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                raise of_another(
-                    f"the schedule cannot load its part ({type(error).__name__}: {error})."
-                ) from error
+            load_schedule(self.schedule, state["schedule"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]

@@ -29,6 +29,7 @@ from tests.train.test_resume import noted_warnings
 # Of what only the run can know: its settings, its model, its optimizer, its data, its communication hook.
 OF_THE_RUN = {"PL515", "PL531", "PL511", "PL259", "PL526"}
 NEWEST = "checkpoints/step-00000002"
+VALUES = ["delete", None, "x", -1, [], {}, 1e400, 10**40]
 
 
 class Average:
@@ -174,6 +175,14 @@ CASES: dict[str, Callable[[Path], None]] = {
     "step of another": state(lambda table: table["counters"].update(step=7)),
     "position without a loader": state(lambda table: table["loaders"].pop("train")),
     "object without a state": state(lambda table: table["tracked"].pop("average")),
+    "a state that an object does not take": state(lambda table: table["tracked"].update(average=[])),
+    "a schedule's count that is a word": state(
+        lambda table: table["updates"]["model"]["schedule"].update(_step_count="x")
+    ),
+    "a unit that is no power of two": state(lambda table: table["updates"]["model"].update(unit=3.0)),
+    "a unit that is no float": state(lambda table: table["updates"]["model"].update(unit=10**400)),
+    "frozen is null": state(lambda table: table["updates"]["model"].update(frozen=None)),
+    "more samples than an epoch has": state(lambda table: table["loaders"]["train"].update(samples=33)),
     "index of a generator": state(lambda table: table["rng"]["numpy"].update(position=10**9)),
     "NaN among the weights": lambda path: change_weights(path, lambda t: t.where(t > 0, torch.nan)),
     "weights of another shape": lambda path: change_weights(path, lambda t: t.T.contiguous()),
@@ -226,7 +235,7 @@ def attack(world: Any, folder: str, mode: str, num_random: int) -> list[str]:
     for number in range(num_random):
         name = ("state.json", "optimizer.json")[number % 3 == 2]
         table = json.loads((base / NEWEST / name).read_bytes())
-        path, value = draw.choice(list(places(table))), draw.choice(["delete", None, "x", -1, [], {}, 1e400])
+        path, value = draw.choice(list(places(table))), draw.choice(VALUES)
         attempt(
             f"{name} {path}={value}",
             lambda folder, n=name, p=path, v=value: edit_json(folder / n, lambda t: put(t, p, v)),

@@ -13,6 +13,7 @@ from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path
 from paceline.train.copies import digest_tensor
+from paceline.train.optimizer_state import load_part
 from paceline.train.pieces import OwnPart
 from paceline.train.same_settings import digest_text, list_differences
 from paceline.train.state.parts import Parts
@@ -116,7 +117,7 @@ class Tracked:
         value, state = self._objects[name], self.loaded.pop(name)
         if self.parts is not None and self.parts.is_divided:
             state = self.parts.cut_as(state, value.state_dict())
-        value.load_state_dict(state)
+        load_part(f"the tracked object {name}", value, state)
 
 
 def _describe_value(value: Any) -> str:
