@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from paceline.checkpoint import CheckpointFolder, Loaded
+from paceline.checkpoint import CheckpointFolder, Loaded, load
 from paceline.checkpoint.content import PreparedShare, prepare_whole, write_files
 from paceline.checkpoint.hashed import FileRecord
-from paceline.checkpoint.load import OnSkip, find_newest, read
+from paceline.checkpoint.load import find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import OpenFiles, plan_tensors, read_infos, read_into, torch_dtype
@@ -56,9 +57,11 @@ def make_state(step: int) -> dict[str, Any]:
     }
 
 
-def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Loaded | None:
+def load_newest(folder: CheckpointFolder, on_skip: Any = load.warn_of_skip) -> Loaded | None:
     """Return the newest valid checkpoint, all of it in memory."""
-    return read(find_newest(folder.path, on_skip)) if folder.steps() else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "warn_of_skip", on_skip)
+        return read(find_newest(folder.path)) if folder.steps() else None
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:

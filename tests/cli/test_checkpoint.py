@@ -112,12 +112,13 @@ def test_hash_of_a_run_and_of_one(run_folder: Path, capsys: pytest.CaptureFixtur
     assert (shown["step"], shown["sha256"]) == (50, hash_tensors(make_model(50)))
 
 
-def test_hash_falls_back_aloud(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hash_falls_back_aloud(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     path = break_newest(run_folder)
     assert call("hash", run_folder) == 0
-    printed = capsys.readouterr()
-    assert printed.out == hash_tensors(make_model(50)) + "\n"
-    assert str(path) in printed.err
+    assert capsys.readouterr().out == hash_tensors(make_model(50)) + "\n"
+    assert str(path) in caplog.text
     with pytest.raises(PacelineError) as caught:
         call("hash", path.parent)
     assert caught.value.code == "PL502"

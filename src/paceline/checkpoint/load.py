@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 
 logger = logging.getLogger(__name__)
-
-OnSkip = Callable[[Path, list[Finding]], None]
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,13 @@ class Loaded:
     identity: dict[str, Any]
 
 
-def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
+def find_newest(folder: Path) -> Path:
     """Return the newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
 
     One process reads all of it; ranks share this out (`train/state/verified.py`).
 
     Args:
-        folder: with the checkpoints.
-        on_skip: called for every newer one that is not valid, with its findings; without it a warning is
-            logged.
+        folder: with the checkpoints. Newer ones that are not valid are logged.
 
     Raises:
         PacelineError: PL509 if none is valid, PL504 where the newest one is of another format. Nothing is
@@ -65,11 +61,15 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
         if is_usable(findings):
             return path
         skipped.append((path, findings))
-        if on_skip is not None:
-            on_skip(path, findings)
-        else:
-            logger.warning("skipping %s: %s", path, "; ".join(finding.saw for finding in findings))
+        warn_of_skip(path, findings)
     raise no_valid_error(folder, skipped)
+
+
+def warn_of_skip(path: Path, findings: list[Finding]) -> None:
+    """Log why a checkpoint is not the one that is taken."""
+    for finding in findings:
+        logger.warning("%s", finding)
+    logger.warning("%s is left out; trying the one before it", path)
 
 
 def no_valid_error(folder: Path, skipped: Sequence[tuple[Path, list[Finding]]]) -> PacelineError:
@@ -83,12 +83,11 @@ def no_valid_error(folder: Path, skipped: Sequence[tuple[Path, list[Finding]]]) 
     )
 
 
-def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
+def find_checkpoint(path: str | Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest valid one of a run's folder.
 
     Args:
         path: a checkpoint's folder, a run's, or the `checkpoints` in that.
-        on_skip: as in `find_newest`.
 
     Raises:
         PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for another format.
@@ -97,16 +96,16 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
     if found == [Path(path)]:
         check_usable(found[0])
         return found[0]
-    return find_newest(found[0].parent, on_skip)
+    return find_newest(found[0].parent)
 
 
-def find_best(path: str | Path, on_skip: OnSkip | None = None) -> Path:
+def find_best(path: str | Path) -> Path:
     """Return a run's checkpoint of the lowest value that `keep_best` was given.
 
     Raises:
         PacelineError: as `find_checkpoint`; PL514 if the run has not kept it.
     """
-    newest = find_checkpoint(path, on_skip)
+    newest = find_checkpoint(path)
     best = open_usable(newest).state["counters"].get("best")
     found = None if best is None else list_checkpoints(newest.parent).get(best[0])
     if found is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +179,7 @@ def _verdict(findings: list[Finding], usable: bool) -> str:
 def _hash(args: argparse.Namespace) -> int:
     from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
 
-    path = find_checkpoint(args.path, _warn_skipped)
+    path = find_checkpoint(args.path)
     found = open_usable(path)
     digest = hash_stored(found.model)
     if args.json:
@@ -195,7 +194,7 @@ def _export(args: argparse.Namespace) -> int:
 
     from paceline.checkpoint import export_model, find_best, find_checkpoint
 
-    path = (find_best if args.best else find_checkpoint)(args.path, _warn_skipped)
+    path = (find_best if args.best else find_checkpoint)(args.path)
     dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype is not None else None
     if args.hf is None:
         num_bytes = export_model(path, args.out, dtype, args.average)
@@ -208,11 +207,6 @@ def _export(args: argparse.Namespace) -> int:
     else:
         print(f"{args.out}: {format_bytes(num_bytes)}, from {path}")
     return 0
-
-
-def _warn_skipped(path: Path, findings: list[Finding]) -> None:
-    for finding in findings:
-        print(f"skipped {path}: {finding}", file=sys.stderr)
 
 
 def _finding(finding: Finding) -> dict[str, str]:

@@ -40,9 +40,10 @@ def find(world: Any, folder: str, blind: str = "") -> tuple[str, list[str], list
     own = Path(folder) / ("elsewhere" if is_blind == "folder" else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validity_module, "hash_file", count)
+        patch.setattr(verified, "warn_of_skip", skip)
         checks = SharedVerification(world, CheckpointFolder(own, keep=3))
         try:
-            path = checks.find_newest(skip)
+            path = checks.find_newest()
             found = "none" if path is None else path.name
         except PacelineError as error:
             return str(error), sorted(hashed), skipped, error.on_every_rank

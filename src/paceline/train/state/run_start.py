@@ -13,7 +13,6 @@ from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
 from paceline.errors import PacelineError
-from paceline.finding import Finding
 from paceline.train.belongings import OpenFolder
 from paceline.train.state.folder_view import check_view, find_view
 from paceline.train.state.history import History
@@ -60,7 +59,7 @@ class RunStart:
         self.history.check()
         # Rank 0's, when it looks for a checkpoint to load.
         self._steps = run_on_main(world, lambda: set(checkpoints.steps()))
-        self.newest = SharedVerification(world, checkpoints).find_newest(_warn_of_skip)
+        self.newest = SharedVerification(world, checkpoints).find_newest()
 
     def open(self) -> None:
         """Note which folder this is, so that another one in its place is detected; on ranks that write."""
@@ -120,9 +119,3 @@ class RunStart:
                 rule="A start goes on from the newest checkpoint, so that the run has one history.",
                 fix="End the other start, and start this one again.",
             )
-
-
-def _warn_of_skip(path: Path, findings: list[Finding]) -> None:
-    for finding in findings:
-        log.warning("%s", finding)
-    log.warning("%s is left out; trying the one before it", path)

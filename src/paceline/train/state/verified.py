@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
-from paceline.checkpoint.load import OnSkip, no_valid_error
+from paceline.checkpoint.load import no_valid_error, warn_of_skip
 from paceline.checkpoint.manifest import BadManifestError, Manifest, OtherFormatError, read_manifest
 from paceline.checkpoint.validity import (
     check_hash,
@@ -46,11 +46,10 @@ class SharedVerification:
         self._world = world
         self._folder = checkpoints
 
-    def find_newest(self, on_skip: OnSkip) -> Path | None:
+    def find_newest(self) -> Path | None:
         """Return the newest valid checkpoint, as this rank names it; `None` if there is no checkpoint at all.
 
-        Args:
-            on_skip: called on rank 0 for every newer one that is not valid, with its findings.
+        Rank 0 logs newer ones that are not valid.
 
         Raises:
             PacelineError: PL509 if there are checkpoints and none is valid, PL504 for a newer format.
@@ -65,7 +64,7 @@ class SharedVerification:
             path = self._folder.path / name
             skipped.append((path, findings))
             if self._world.is_main:
-                on_skip(path, findings)
+                warn_of_skip(path, findings)
         if skipped:
             raise_any([no_valid_error(self._folder.path, skipped)])
         return None
