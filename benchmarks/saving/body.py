@@ -222,7 +222,7 @@ class Measurement:
             "state_bytes": whole,
             "copied_bytes": background.num_copied_bytes - before,
             "written_bytes": sizes[f"part-{self.world.rank:05d}.safetensors"],
-            "memory_bytes": background.memory_bytes,
+            "memory_bytes": background._memory.num_bytes,
         }
 
     def close(self) -> None:

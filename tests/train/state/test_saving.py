@@ -587,7 +587,7 @@ def save_every_step(world: Any, folder: str, num_steps: int) -> tuple[list[str],
             handle.wait()
             background = trainer._saver.saving.background
             assert background is not None
-            num_bytes = background.memory_bytes
+            num_bytes = background._memory.num_bytes
             trainer.close()
     finally:
         StateCopy._copy = copy  # type: ignore[method-assign]

@@ -41,11 +41,6 @@ class Background:
         # Once weights were changed behind the trainer's back, they are copied before `save` returns.
         self._copies_at_once = False
 
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the memory."""
-        return self._memory.num_bytes
-
     def reserve(self, plans: Sequence[FilePlan]) -> None:
         """Let the thread for copies prepare memory for such files, before the first save needs it."""
         memory, num_bytes = self._memory, measure(plans) + _SPARE_BYTES

@@ -58,10 +58,9 @@ class SharedVerification:
         for name in run_on_main(
             self._world, lambda: [path.name for path in reversed(self._folder.steps().values())]
         ):
-            findings = self._verify(name)
+            path, findings = self._folder.path / name, self._verify(name)
             if is_usable(findings):
-                return self._folder.path / name
-            path = self._folder.path / name
+                return path
             skipped.append((path, findings))
             if self._world.is_main:
                 warn_of_skip(path, findings)
