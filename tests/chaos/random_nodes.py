@@ -3,7 +3,7 @@
 Each job trains a recipe on three nodes, `dp_replicate` and `dp_shard` in turn, under 15 faults, and must end
 with the bits of one process. Faults: a node is killed, loses its power, is cut off, is stopped, is asked to
 leave, or loses its rank. Between them nodes come back. No job begins after `--minutes`, and one that still
-takes steps five minutes after its last fault is not judged. The summary goes to nodes-random.txt.
+takes steps five minutes after its last fault is not judged. The summary goes to a file per store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.launching.launched import paceline_run, script
 from tests.launching.nodes import nodes_left
 from tests.train.cases import text_recipe
 
-SUMMARY = Path(__file__).with_name("nodes-random.txt")
+SUMMARY = "nodes-random-{store}.txt"
 LAYOUTS = ("dp_replicate", "dp_shard")
 FAULTS_PER_JOB = 15
 NODES = 3
@@ -388,15 +388,16 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
 def measure_random(count: int, seed: int, minutes: float, store: str) -> int:
     """Run and write the summary; 1 where something was wrong, or not all faults were done and judged."""
     begin_s, num_done = time.monotonic(), 0
+    file = Path(__file__).with_name(SUMMARY.format(store=store))
 
     def summarize(tally: Tally, done: int) -> None:
         """Write the summary after each job, so that a stopped run leaves its results."""
         nonlocal num_done
         num_done = done
-        SUMMARY.write_text(describe(tally, done, seed, time.monotonic() - begin_s))
+        file.write_text(describe(tally, done, seed, time.monotonic() - begin_s))
 
     tally = run_random(count, seed, after=summarize, most_s=60 * minutes, store=store)
-    print(SUMMARY.read_text(), end="")
+    print(file.read_text(), end="")
     if num_done < count:
         print(f"{num_done} of {count} faults: the time was over (--minutes {minutes:g})")
     return 1 if tally.wrong or tally.late or num_done < count else 0
