@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import paceline.world
 from paceline.errors import PacelineError
-from paceline.mesh import build_mesh
+from paceline.mesh import build_mesh, join_senders
 from paceline.place import usable_cores
 from paceline.recipe.layout import Layout
 from paceline.world import start
@@ -336,12 +336,15 @@ def mesh_axes(world, text):
     mesh = build_mesh(Layout.parse(text), world)
     x = torch.ones(1)
     dist.all_reduce(x, group=mesh.dp_replicate.group)
-    return mesh.device_mesh.mesh_dim_names, mesh.dp_replicate.size, x.item()
+    groups = [axis.group for axis in (*mesh.axes.values(), mesh.dp, mesh.model)]
+    groups += [dist.group.WORLD, mesh.borrow_group(mesh.dp), join_senders(world)]
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    return mesh.dp_replicate.size, x.item(), timeouts == {world.timeout_s}
 
 
 @pytest.mark.parametrize("text", ["", "dp_replicate=2"])
-def test_mesh_has_the_layouts_axes_of_several_ranks(ranks: Pool, text: str) -> None:
-    assert ranks.run(mesh_axes, args=(text,)) == [(("dp_replicate",), 2, 2.0)] * 2
+def test_groups_of_a_mesh_have_the_timeout_of_the_start(ranks: Pool, text: str) -> None:
+    assert ranks.run(mesh_axes, args=(text,)) == [(2, 2.0, True)] * 2
 
 
 def test_mesh_of_another_size(ranks: Pool) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.pipeline.orders import find_homes
 from paceline.recipe.axes import list_axes
 from paceline.recipe.layout import Layout
-from paceline.torch_seams.groups import flatten
 from paceline.world import World
 
 
@@ -54,25 +55,17 @@ class Mesh:
         homes: by stage of the model, the rank of pp that holds it.
         group: all ranks of the mesh.
         device: that this rank computes on.
-        device_mesh: torch's mesh, with one dimension per axis of several ranks, of the same name.
     """
 
-    def __init__(
-        self, layout: Layout, device_mesh: DeviceMesh, world: World, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, layout: Layout, world: World, group: dist.ProcessGroup) -> None:
         self.layout = layout
         self.group = group
+        self._world = world
         self._ranks = dist.get_process_group_ranks(group)
-        self._spare = world.spare_groups
-        self._made = world.groups
-        self._rank = world.rank
-        self.device_mesh = device_mesh
         self.device = world.device
         self.axes: dict[str, Axis] = {}
-        for name in list_axes(multiplies=True):  # those of one rank share a group, of this rank alone
-            is_alone = layout.degrees[name] == 1
-            alone = self._find_group(name, [world.rank]) if is_alone else None
-            self.axes[name] = alone or _read_axis(name, device_mesh[name])
+        for name in list_axes(multiplies=True):
+            self.axes[name] = self._span(name, (name,))
         self.axes |= {name: self._group(name, (name,)) for name in list_axes(multiplies=False)}
         self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (
             self.axes[name] for name in ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
@@ -86,6 +79,17 @@ class Mesh:
             self.expert_replicas = self._group("expert_replicas", ("dp_replicate", "dp_shard"))
         self.model = self._join("model", list_axes(divides_model=True))
         self.homes = find_homes(layout.schedule, layout.pp, layout.chunks)
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """torch's mesh of dp_shard.
+
+        torch keeps descriptions of tensors, and takes those on equal meshes for the same. The group's name
+        makes a mesh differ from those of another world of this process.
+        """
+        group = self.dp_shard.group
+        name = f"dp_shard:{group.group_name}"
+        return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
     @property
     def reports(self) -> bool:
@@ -107,29 +111,33 @@ class Mesh:
         destroyed would read the old addresses in the store, and hang.
         """
         ranks = dist.get_process_group_ranks(axis.group)
-        spare = self._spare.setdefault(tuple(ranks), [])
-        if spare:
-            return spare.pop()
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-        return group
+        spare = self._world.spare_groups.setdefault(tuple(ranks), [])
+        return spare.pop() if spare else _new_group(ranks, self._world, axis.name)
 
     def return_group(self, group: dist.ProcessGroup) -> None:
         """Return a borrowed group for reuse; none of its collectives may be in progress."""
         if dist.is_initialized():
-            self._spare[tuple(dist.get_process_group_ranks(group))].append(group)
+            self._world.spare_groups[tuple(dist.get_process_group_ranks(group))].append(group)
 
     def _join(self, name: str, axes: tuple[str, ...]) -> Axis:
-        """Join several axes into one; make a group only if more than one of them has several ranks."""
-        several = [axis for axis in axes if self.axes[axis].size > 1]
+        """Return several axes as one."""
+        several = tuple(axis for axis in axes if self.axes[axis].size > 1)
         if any(axis in several for axis in list_axes(multiplies=False)):
-            return self._group(name, tuple(several))
-        if len(several) > 1:
-            return _read_axis(name, flatten(self.device_mesh[tuple(several)], name))
-        return replace(self.axes[several[0] if several else axes[0]], name=name)
+            return self._group(name, several)
+        return self._span(name, several)
+
+    def _span(self, name: str, axes: tuple[str, ...]) -> Axis:
+        """Return the ranks with this one's places on all other axes of the mesh."""
+        kept = [axis for axis in list_axes(multiplies=True) if axis not in axes]
+        return self._pick_own(name, self.layout.group_by(kept))
 
     def _group(self, name: str, axes: tuple[str, ...]) -> Axis:
-        """Return the ranks that differ from this one along these axes only; make a group if there is none."""
-        places = next(places for places in self.layout.list_groups(axes) if self.group.rank() in places)
+        """Return the ranks that differ from this one along these axes only, by their steps."""
+        return self._pick_own(name, self.layout.list_groups(axes))
+
+    def _pick_own(self, name: str, groups: list[list[int]]) -> Axis:
+        """Return that of the groups of places which has this rank's."""
+        places = next(places for places in groups if self.group.rank() in places)
         return self._find_group(name, [self._ranks[place] for place in places])
 
     def _divide_ep(self, name: str, *axes: str) -> Axis:
@@ -137,16 +145,15 @@ class Mesh:
         members = dist.get_process_group_ranks(self.ep.group)
         places = {rank: self.layout.find_place(self._ranks.index(rank)) for rank in members}
         kept = [axis for axis in self.layout.degrees if axis not in axes]
-        own = places[self._rank]
+        own = places[self._world.rank]
         return self._find_group(
             name, [rank for rank, place in places.items() if all(place[axis] == own[axis] for axis in kept)]
         )
 
     def _find_group(self, name: str, ranks: list[int]) -> Axis:
         """Return an axis of these ranks, which include this one; make a group if there is none."""
-        known = {tuple(dist.get_process_group_ranks(axis.group)): axis.group for axis in self.axes.values()}
-        group = known.get(tuple(ranks)) or _make_group(ranks, self._made)
-        return Axis(name, len(ranks), ranks.index(self._rank), group)
+        group = self.group if ranks == self._ranks else _make_group(ranks, self._world, name)
+        return Axis(name, len(ranks), ranks.index(self._world.rank), group)
 
 
 def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
@@ -163,43 +170,39 @@ def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
         PacelineError: PL113 if the product of the degrees is not the number of ranks.
     """
     layout = layout.resolve(world.world_size // num_blocks)
-    several = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
-    # Blocks lie along dp_replicate. Groups of a mesh of all ranks are theirs too, if no block has replicas.
-    outer = "block" if "dp_replicate" in several else "dp_replicate"
-    named = {outer: num_blocks} | several if num_blocks > 1 else several
-    degrees = tuple(named.items())
-    if degrees not in world.device_meshes:
-        world.device_meshes[degrees] = init_device_mesh(
-            world.device.type, tuple(named.values()), mesh_dim_names=tuple(named)
-        )
-    device_mesh, group = world.device_meshes[degrees], dist.group.WORLD
+    group = dist.group.WORLD
     if num_blocks > 1:
-        device_mesh, first = device_mesh[tuple(several)], world.rank - world.rank % layout.num_ranks
-        group = _make_group(range(first, first + layout.num_ranks), world.groups)
+        first = world.rank - world.rank % layout.num_ranks
+        group = _make_group(range(first, first + layout.num_ranks), world, "block")
     assert group is not None
-    return Mesh(layout, device_mesh, world, group)
+    return Mesh(layout, world, group)
 
 
 def join_blocks(world: World, num_blocks: int) -> dist.ProcessGroup:
     """Return the group of the ranks with this one's place in equal blocks of ranks; collective."""
     size = world.world_size // num_blocks
-    return _make_group(range(world.rank % size, world.world_size, size), world.groups)
+    return _make_group(range(world.rank % size, world.world_size, size), world, "blocks")
 
 
 def join_senders(world: World) -> dist.ProcessGroup:
     """Return a group of all ranks for messages from one to another, in the hosts' memory; collective."""
     key = (*range(world.world_size), -1)  # no other code uses it
     if key not in world.groups:
-        world.groups[key] = dist.new_group(backend="gloo")
+        world.groups[key] = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
     return world.groups[key]
 
 
-def _make_group(ranks: Sequence[int], made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+def _make_group(ranks: Sequence[int], world: World, name: str) -> dist.ProcessGroup:
     """Return a group of these ranks, which include this one; make it if there is none."""
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made[tuple(ranks)]
+    if tuple(ranks) not in world.groups:
+        world.groups[tuple(ranks)] = _new_group(list(ranks), world, name)
+    return world.groups[tuple(ranks)]
 
 
-def _read_axis(name: str, mesh: DeviceMesh) -> Axis:
-    return Axis(name, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+def _new_group(ranks: list[int], world: World, name: str) -> dist.ProcessGroup:
+    """Make a group; torch's own default is another timeout than that of all ranks."""
+    timeout = timedelta(seconds=world.timeout_s)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, use_local_synchronization=True, group_desc=f"mesh_{name}"
+    )
+    return group

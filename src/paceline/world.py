@@ -43,7 +43,6 @@ from paceline.torch_seams.groups import forget_group_count
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +81,8 @@ class World:
         seed: the seed of every generator.
         deterministic: whether torch uses deterministic algorithms only.
         threads_per_rank: the argument of `start`.
-        device_meshes: the meshes made so far, by their degrees. Trainers of one world share them, because
-            every group has its own threads, which wake up until the process ends.
-        groups: other groups made so far, by their ranks.
+        groups: the groups made so far, by their ranks. Trainers of one world share them, because every group
+            has its own threads, which wake up until the process ends.
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
         has_failed: whether it was closed by an error.
         error: by which it is being closed.
@@ -104,7 +102,6 @@ class World:
     seed: int
     deterministic: bool
     threads_per_rank: int | Literal["auto"] = "auto"
-    device_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict, repr=False)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
     has_failed: bool = False
@@ -565,7 +562,8 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            # With a device bound, torch splits the groups of the world, which gloo cannot.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
         )
     except RuntimeError as error:
         raise PacelineError(

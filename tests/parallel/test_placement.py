@@ -43,7 +43,7 @@ def take_apart(world: Any, layout: str, dtype: torch.dtype) -> None:
     }
     model = Tensors(parts)
     if mesh.dp_shard.size > 1:
-        fully_shard(model, mesh=mesh.device_mesh["dp_shard"])
+        fully_shard(model, mesh=mesh.shard_mesh)
     placement = Placement(model, mesh, splits)
     assert placement.is_divided
     for name, parameter in model.named_parameters():

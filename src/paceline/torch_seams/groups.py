@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.torch_seams.check import require, set_existing
 
@@ -24,8 +23,3 @@ def find_store() -> Store:
     """Return the store on which the ranks of the default group met."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
-
-
-def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the axes of a mesh as one axis. Collective over all ranks the first time."""
-    return mesh._flatten(name)

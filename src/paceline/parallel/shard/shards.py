@@ -118,14 +118,12 @@ class Shards:
         self._rounds = StepProgress()
         self._is_in_round = False
         self.units = apply_sharding(
-            model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
+            model, mesh.shard_mesh, settings, zero=zero, offload=offload, apart=apart
         )
-        # The device of a model on meta is where it is filled.
-        on_cpu = mesh.device_mesh.device_type == "cpu"
-        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        on_cpu = mesh.device.type == "cpu"
         ranks = RankSum(
             exact_group,
-            device,
+            mesh.device,
             is_exact=self._is_exact,
             shards=mesh.dp_shard,
             replicas=mesh.replicas,
@@ -135,12 +133,12 @@ class Shards:
         for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
             unit.module.set_custom_all_gather(GatherChunks(self._rounds, number, on_cpu))
             unit.module.set_custom_reduce_scatter(chunks)
-        ranks = RankSum(exact_group, device, is_exact=self._is_exact, replicas=mesh.dp)
+        ranks = RankSum(exact_group, mesh.device, is_exact=self._is_exact, replicas=mesh.dp)
         self._whole = WholeParameters(model, self._rounds, ranks, apart)
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
         held = HeldUnits(unit.module for unit in self.units if unit.is_table)
-        self._marks = Marks(root, blocks, mesh.device_mesh.device_type, held)
+        self._marks = Marks(root, blocks, mesh.device.type, held)
         self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks, held)
         self._reads: Reads | None = None  # of the first step
         self._num_steps = 0

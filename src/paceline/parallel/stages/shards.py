@@ -99,7 +99,7 @@ class StageShards:
         axis = mesh.dp_shard
         self.num_ranks, self.rank, self.zero = axis.size, axis.rank, zero
         self._group = axis.group
-        self._mesh = mesh.device_mesh["dp_shard"]
+        self._mesh = mesh.shard_mesh
         self._prefetch = prefetch
         self._by_whole: dict[int, _Parted] = {}
         self._by_stage: dict[int, list[_Parted]] = {stage: [] for stage in own}
