@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from paceline.cli.bench_report import format_rows
@@ -32,6 +33,8 @@ def describe_profile(profile: Profile, findings: Sequence[Finding]) -> str:
     parts += [_describe_grades(profile), *(str(finding) for finding in findings)]
     if not findings:
         parts.append("No rank keeps the others waiting, and communication is hidden well enough.")
+    elif not any(finding.code in ("PL910", "PL913") for finding in findings):
+        parts.append("No rank keeps the others waiting.")
     return "\n\n".join(filter(None, [*parts, "\n".join(_describe_limits(profile))]))
 
 
@@ -40,6 +43,7 @@ def as_table(profile: Profile, findings: Sequence[Finding]) -> dict[str, Any]:
     table = asdict(profile)
     for name in ("exposed_share", "overlap", "waiting_share", "backward_comm_share"):
         table[name] = getattr(profile, name)
+    table["idle_shares"] = profile.idle_shares()
     table["median_step"], table["worst_step"] = profile.median_step, profile.worst_step
     table["findings"] = [asdict(finding) for finding in findings]
     return table
@@ -63,11 +67,13 @@ def _tabulate_ranks(profile: Profile) -> str:
     ]
     assert set(used) <= {*PHASES, HOST}
     head = ["ms per step", "total", *used, "compute", "comm", "exposed", "waiting"]
-    lines = [head]
+    on_device = [name for name in ("copies_ns", "idle_ns") if any(row.idle for row in profile.rows)]
+    lines = [[*head, *(name.removesuffix("_ns") for name in on_device)]]
     ranks = profile.ranks if len(profile.ranks) <= _MOST_ROWS else _choose_ranks(profile)
     for rank in ranks:
         rows = [row for row in profile.rows if row.rank == rank]
-        cells = [_mean(rows, row_value) for row_value in _list_values(used)]
+        values = [*_list_values(used), *map(attrgetter, on_device)]
+        cells = [_mean(rows, row_value) for row_value in values]
         lines.append([f"rank {rank}", *(_milliseconds(value) for value in cells)])
     if len(ranks) < len(profile.ranks):
         lines.append([f"({len(profile.ranks) - len(ranks)} more)"])
@@ -133,6 +139,10 @@ def _describe_grades(profile: Profile) -> str:
         )
     if profile.backward_comm_share is not None:
         text += f"\nbackward: collectives are under way in {profile.backward_comm_share:.0%} of it"
+    shares = profile.idle_shares()
+    if shares:
+        causes = ", ".join(f"{cause} {share:.1%}" for cause, share in shares.items())
+        text += f"\nidle GPU: {sum(shares.values()):.1%} of the step of {name_ranks([profile.idle_rank])} ({causes})"
     for kind in profile.rows[0].by_links:
         spans = [row.by_links[kind] for row in profile.rows]
         busy, bare = (_milliseconds(sum(ns) / len(spans)) for ns in zip(*spans, strict=True))

@@ -8,17 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
 from paceline.profiling.blame import Blame, find_blame
 from paceline.profiling.delays import CoreTime
-from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
+from paceline.profiling.intervals import NOTHING, Coverage, Spans, as_spans, measure, subtract, unite
 from paceline.profiling.matching import Key, MatchedCollective, Waiting, find_meetings
 from paceline.profiling.needless import Needless, find_needless
 from paceline.profiling.trace import (
     BACKWARD,
+    DATA,
+    FORWARD,
     HOST,
+    OPTIMIZER,
     PHASES,
+    READING,
     TRANSFERS,
     RankTrace,
     TracedCollective,
@@ -27,6 +33,9 @@ from paceline.profiling.trace import (
 )
 
 BETWEEN, WITHIN = "between nodes", "within a node"
+IDLE_SYNC, IDLE_DATA, IDLE_LAUNCH, IDLE_HOST = "synchronisation", "data", "launches", "other code"
+# From the end of a wait to the begin of the gap: the device ends its work a little earlier.
+_AFTER_SYNC_NS = 20_000
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,9 @@ class RankStep:
         core_ns: in which it could run and had no core.
         by_links: in which a collective was under way, and exposed, `"between nodes"` and `"within a node"`;
             empty if all ranks are on one node.
+        idle: in which its GPU did nothing, by cause, see `_explain_idle`; empty on CPU.
+        copies_ns: in which its GPU copied or filled memory.
+        num_kernels: that began in the step, without those of NCCL.
     """
 
     rank: int
@@ -84,6 +96,14 @@ class RankStep:
     traffic: tuple[Traffic, ...]
     core_ns: int = 0
     by_links: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    idle: Mapping[str, int] = field(default_factory=dict)
+    copies_ns: int = 0
+    num_kernels: int = 0
+
+    @property
+    def idle_ns(self) -> int:
+        """The time in which its GPU did nothing."""
+        return sum(self.idle.values())
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,22 @@ class Profile:
     def exposed_share(self) -> float:
         """The share of that rank's time in which a collective was under way and it did not compute."""
         return self._exposed_shares[self.exposed_rank]
+
+    @cached_property
+    def idle_rank(self) -> int:
+        """The rank whose GPU was idle for longest."""
+        idle = Counter[int]()
+        for row in self.rows:
+            idle[row.rank] += row.idle_ns
+        return max(self.ranks, key=lambda rank: idle[rank])
+
+    def idle_shares(self) -> dict[str, float]:
+        """Return the shares of that rank's time in which its GPU was idle, by cause, the largest first."""
+        rows = [row for row in self.rows if row.rank == self.idle_rank]
+        total, found = sum(row.total_ns for row in rows), Counter[str]()
+        for row in rows:
+            found.update(row.idle)
+        return {cause: length / total for cause, length in found.most_common() if length}
 
     @property
     def overlap(self) -> float | None:
@@ -289,6 +325,9 @@ def _measure_steps(
     comm = unite(as_spans((part.issued_ns, part.end_ns) for part in trace.collectives))
     phases = divide_time(trace, as_spans([]))
     cores = CoreTime(trace.scheduling)
+    idle = _explain_idle(trace, steps, comm, phases)
+    device = trace.device
+    copies = None if device is None else Coverage(device.copies)
     under_way, exposed = Coverage(comm), Coverage(subtract(comm, compute.spans))
     backward = phases.get(BACKWARD, Coverage(as_spans([])))
     outside = Coverage(subtract(comm, backward.spans))
@@ -331,9 +370,39 @@ def _measure_steps(
                     kind: (own.measure(*window), bare.measure(*window))
                     for kind, (own, bare) in by_links.items()
                 },
+                idle={cause: spans.measure(*window) for cause, spans in idle.items()},
+                copies_ns=0 if copies is None else copies.measure(*window),
+                num_kernels=0 if device is None else int(np.diff(np.searchsorted(device.kernels, window))[0]),
             )
         )
     return rows
+
+
+def _explain_idle(
+    trace: RankTrace, steps: Sequence[TracedStep], comm: Spans, phases: Mapping[str, Coverage]
+) -> dict[str, Coverage]:
+    """Return when the GPU had nothing to do, by cause; nothing on CPU.
+
+    A gap belongs to the synchronisation that ends in it, or at most `_AFTER_SYNC_NS` before: the host had
+    waited until the device was done, and only then gave it more. Of other gaps, the time in which the host
+    loads data is the loader's; in forward, backward and optimizer the host gives kernels more slowly than they
+    run.
+    """
+    if trace.device is None:
+        return {}
+    whole = unite(as_spans((step.begin_ns, step.end_ns) for step in steps))
+    gaps = subtract(whole, unite(trace.compute, trace.device.copies, comm))
+    reading = phases[READING].spans if READING in phases else NOTHING
+    ends = unite(trace.device.syncs, reading)[:, 1]
+    firsts, lasts = (np.searchsorted(ends, gaps[:, 0] - _AFTER_SYNC_NS), np.searchsorted(ends, gaps[:, 1]))
+    found, rest = {IDLE_SYNC: gaps[firsts < lasts]}, gaps[firsts >= lasts]
+    loading = phases[DATA].spans if DATA in phases else NOTHING
+    issuing = unite(*(phases[name].spans for name in (FORWARD, BACKWARD, OPTIMIZER) if name in phases))
+    for cause, spans in ((IDLE_DATA, loading), (IDLE_LAUNCH, issuing)):
+        left = subtract(rest, spans)
+        found[cause], rest = subtract(rest, left), left
+    found[IDLE_HOST] = rest
+    return {cause: Coverage(spans) for cause, spans in found.items()}
 
 
 def _count_traffic(

@@ -8,6 +8,7 @@ group and number of each collective. In other files they follow from the order o
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from paceline.profiling.trace import (
     TRANSFERS,
     UNSCHEDULED,
     CodePlace,
+    DeviceTrace,
     RankTrace,
     TracedCollective,
     TracedStep,
@@ -90,9 +92,15 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         loop = _divide_runs(spans[tops], kinds, np.sort(entries))
         loop[BACKWARD] = _extend(loop[BACKWARD], spans[tops], collectives)
     phases, busy = divide_loop(loop, data, optimizer)
+    device: DeviceTrace | None = None
     if has_kernels:
         phases[READING] = unite(_join_runs(spans[tops], kinds == EventKind.ITEM))
         busy = unite(spans[file.kinds == EventKind.KERNEL])
+        device = DeviceTrace(
+            unite(spans[file.kinds == EventKind.COPY]),
+            unite(spans[file.kinds == EventKind.SYNC]),
+            np.sort(file.begins_ns[file.kinds == EventKind.KERNEL]),
+        )
     elif WAITING not in loop:
         works = main & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.LAYER, EventKind.ITEM))
         loop[WAITING] = _find_waits(subtract(busy, unite(spans[works])), collectives)
@@ -113,6 +121,7 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         members={} if recorded is None else {k: tuple(v) for k, v in recorded.members.items()},
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
         reducers=() if recorded is None else tuple(recorded.reducers),
+        device=device,
         is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
     )
 
@@ -132,6 +141,7 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
     fields["samples"] = trace.samples + np.array([by_ns, 0])
     fields["collections"] = trace.collections + np.array([by_ns, by_ns, 0])
     fields["scheduling"] = trace.scheduling + np.array([by_ns, 0, 0])
+    fields["device"] = None if trace.device is None else trace.device.move(by_ns)
     return RankTrace(**fields)
 
 
@@ -305,7 +315,7 @@ def _list_kernels(file: TraceFile, rank: int) -> tuple[tuple[TracedCollective, .
         operation, group = arguments.get("Collective name"), arguments.get("Process Group Name")
         sequence = ""
         if not isinstance(operation, str) or not isinstance(group, str):
-            operation, group, sequence = file.names[i].partition("(")[0], "", _name_unmatched(rank)
+            operation, group, sequence = _name_kernel(file.names[i]), "", _name_unmatched(rank)
             remarks.append("NCCL's kernels of this torch do not name their group: ranks are not compared.")
         elif operation.lower() in TRANSFERS:
             sequence = _name_unmatched(rank)
@@ -320,6 +330,13 @@ def _list_kernels(file: TraceFile, rank: int) -> tuple[tuple[TracedCollective, .
             )
         )
     return tuple(found), list(dict.fromkeys(remarks))
+
+
+def _name_kernel(name: str) -> str:
+    """Return the operation of a kernel of NCCL: `ncclDevKernel_SendRecv(...)` is a `send/recv`."""
+    found = re.match(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)", name, re.IGNORECASE)
+    operation = found[1].lower() if found else name.partition("(")[0]
+    return {"sendrecv": "send/recv", "reducescatter": "reduce_scatter"}.get(operation, operation)
 
 
 def _list_spans(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
-from paceline.profiling.analysis import Profile
+from paceline.profiling.analysis import IDLE_DATA, IDLE_HOST, IDLE_LAUNCH, IDLE_SYNC, Profile
 from paceline.profiling.blame import Blame
 from paceline.profiling.trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
 from paceline.units import format_seconds
@@ -26,6 +26,28 @@ _MOST_WORKERS = 8
 MUCH_REPEATED = 0.05
 """Reductions that could be left out are reported from this share of a step on."""
 
+MUCH_IDLE = 0.1
+"""A GPU that is idle for a larger share of the step is reported."""
+
+_IDLE = {
+    IDLE_SYNC: (
+        "after the host has waited for it (.item(), .cpu(), printing a tensor, torch.cuda.synchronize)",
+        "Read values rarely, some steps late, or copy them with non_blocking=True.",
+    ),
+    IDLE_DATA: (
+        "while the loop waits for its data",
+        "Give the loader workers (num_workers=4) or lighter samples, and pin_memory=True.",
+    ),
+    IDLE_LAUNCH: (
+        "because the host issues kernels more slowly than they run",
+        "Give the kernels more to do: a larger microbatch, torch.compile (mode="
+        '"reduce-overhead" records CUDA graphs), fused or foreach optimizers.',
+    ),
+    IDLE_HOST: (
+        "while Python runs code outside of forward, backward, optimizer and loader",
+        "Look for what the loop does between these phases, such as logging or saving.",
+    ),
+}
 _MOVES = {
     DATA: "Give that rank's loader workers (num_workers=4) or lighter samples.",
     FORWARD: "Compare that rank's batch and device with the others': the same model computes longer there.",
@@ -64,7 +86,7 @@ def judge_profile(profile: Profile) -> list[Finding]:
     """
     found = [_judge_blame(blame, profile.mean_step_ns) for blame in profile.blames]
     loading = _judge_loading(profile)
-    found += [*loading, *_judge_needless(profile)]
+    found += [*loading, *_judge_idle(profile), *_judge_needless(profile)]
     move = _choose_move(profile, is_loading=bool(loading))
     grade = grade_exposed(profile.exposed_share)
     if grade == "good":
@@ -95,6 +117,22 @@ def _judge_blame(blame: Blame, step_ns: float) -> Finding:
         rule="All ranks of a collective wait for the last one.",
         fix=f"{_MOVES[blame.phase]} Without this delay a step would take about {without}.",
     )
+
+
+def _judge_idle(profile: Profile) -> list[Finding]:
+    """Return the finding on a GPU that has nothing to do, with its largest cause."""
+    shares = profile.idle_shares()
+    if sum(shares.values()) < MUCH_IDLE:
+        return []
+    cause, share = next(iter(shares.items()))
+    saw = f"its GPU is idle for {sum(shares.values()):.0%} of the step, for {share:.0%} {_IDLE[cause][0]}"
+    rows = [row for row in profile.rows if row.rank == profile.idle_rank]
+    count = sum(row.num_kernels for row in rows)
+    if cause == IDLE_LAUNCH and count:
+        mean_s = sum(row.compute_ns for row in rows) / count / 1e9
+        saw += f"; {count / len(rows):,.0f} kernels per step, {format_seconds(mean_s)} each"
+    rule = f"A GPU without a kernel, a copy or a collective earns nothing; {MUCH_IDLE:.0%} is much."
+    return [Finding("PL909", name_ranks([profile.idle_rank]), f"{saw}.", rule, _IDLE[cause][1])]
 
 
 def _judge_loading(profile: Profile) -> list[Finding]:

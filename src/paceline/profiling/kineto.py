@@ -55,6 +55,10 @@ class EventKind(IntEnum):
     """Work of DDP or FSDP at the end of a backward, after their collectives."""
     REPLAY = 14
     """The launch of a CUDA graph; what it runs was recorded before, and has no operators."""
+    COPY = 15
+    """A copy or a fill of memory, on the device."""
+    SYNC = 16
+    """A call in which the host waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +281,9 @@ def _build(path: Path, table: Any) -> TraceFile:
         sane = sane and (times[:, 1] >= 0).all() and abs(base) < _LARGEST_NS
     if not sane:
         raise trace_error(path, "an event has a negative duration or a time beyond all years")
-    begins = np.round(times[:, 0] * 1e3).astype(np.int64) + base
+    # A time of day in nanoseconds is rounded to 256 of them; in microseconds it is exact.
+    origin = int(times[:, 0].min()) if len(times) else 0
+    begins = np.round((times[:, 0] - origin) * 1e3).astype(np.int64) + origin * 1000 + base
     info, recorded = table.distributedInfo, getattr(table, METADATA)
     rank, world_size = info.get("rank"), info.get("world_size")
     return TraceFile(
@@ -341,16 +347,26 @@ _ANNOTATIONS: tuple[tuple[str, EventKind | None], ...] = (
     # A script names its annotations as it likes, and may put one around all of its loop.
 )
 _KERNELS: tuple[tuple[str, EventKind | None], ...] = (("nccl", EventKind.COLLECTIVE), ("", EventKind.KERNEL))
-_LAUNCHES: tuple[tuple[str, EventKind | None], ...] = (
-    ("cudaGraphLaunch", EventKind.REPLAY),
-    ("cuGraphLaunch", EventKind.REPLAY),
+_RUNTIME: tuple[tuple[str, EventKind | None], ...] = tuple(
+    (f"{maker}{call}", kind)
+    for maker in ("cuda", "cu", "hip")
+    for call, kind in (
+        ("GraphLaunch", EventKind.REPLAY),
+        ("StreamSynchronize", EventKind.SYNC),
+        ("DeviceSynchronize", EventKind.SYNC),
+        ("CtxSynchronize", EventKind.SYNC),
+        ("EventSynchronize", EventKind.SYNC),
+    )
 )
+_COPIES: tuple[tuple[str, EventKind | None], ...] = (("", EventKind.COPY),)
 _CATEGORIES: dict[str, tuple[tuple[str, EventKind | None], ...]] = {
     "cpu_op": _OPERATORS,
     "operator": _OPERATORS,
     "user_annotation": _ANNOTATIONS,
-    "cuda_runtime": _LAUNCHES,
-    "cuda_driver": _LAUNCHES,
+    "cuda_runtime": _RUNTIME,
+    "cuda_driver": _RUNTIME,
+    "gpu_memcpy": _COPIES,
+    "gpu_memset": _COPIES,
     "kernel": _KERNELS,
     "gpu_op": _KERNELS,
 }

@@ -107,6 +107,25 @@ class Reducer:
     is_constant: bool
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTrace:
+    """What a GPU does besides computing and communicating.
+
+    Attributes:
+        copies: disjoint spans of copies and fills of memory.
+        syncs: disjoint spans in which the host waits for the device.
+        kernels: the begin of each kernel, sorted.
+    """
+
+    copies: Spans
+    syncs: Spans
+    kernels: NDArray[np.int64]
+
+    def move(self, by_ns: int) -> DeviceTrace:
+        """Return it with all times moved."""
+        return DeviceTrace(self.copies + by_ns, self.syncs + by_ns, self.kernels + by_ns)
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """The trace of one rank; all times are nanoseconds on the clock of the first rank.
@@ -131,6 +150,7 @@ class RankTrace:
         is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
         members: the global ranks of its process groups, by name; those that are missing are unknown.
         reducers: its DDP modules, if Paceline recorded the trace.
+        device: what a GPU's trace has besides; `None` on CPU.
     """
 
     rank: int
@@ -150,6 +170,7 @@ class RankTrace:
     reducers: tuple[Reducer, ...] = ()
     is_loader_inline: bool = False
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    device: DeviceTrace | None = None
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:
