@@ -4,7 +4,7 @@ Tensors of `cuda:0` are fake ones of torch: operations check shapes, types and d
 error as it is on a GPU. Tensors of the CPU are real. A read of a number gives 1. Copies to the host and reads are
 recorded with the line that asks for them, as are copies from memory that is not locked: the host waits for the
 device in all of them. Backward is torch's own, with the hooks of DDP and FSDP. Other ranks do not exist:
-collectives end at once and leave their tensors as they are.
+collectives end at once and leave their tensors as they are. `streams.py` finds races between streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import torch
@@ -31,8 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 import paceline.parallel.replicate  # it names torch's futures, which are replaced below
 from paceline import world as worlds
 from paceline.parallel.stages.transfer import StrideOrder
+from paceline.torch_seams.tensors import is_fake
 from paceline.train.agreement import NUM_SENT
 from paceline.world import World
+from tests.dist.streams import Event, Stream, Streams
 
 GPU = torch.device("cuda", 0)
 _LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -46,6 +48,7 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
+        self.streams = Streams()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,6 +56,8 @@ class Waits(TorchDispatchMode):
         if not any(map(_is_on_gpu, tree_leaves((args, kwargs)))):
             return call(*args, **kwargs)
         if name.startswith("c10d::"):
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_on_gpu(leaf) and isinstance(leaf, Tensor)]
+            self.streams.use(self.streams.current(), [], given)
             return self._send(call, args, kwargs)
         if name == "aten::_local_scalar_dense":
             self.note()
@@ -61,17 +66,23 @@ class Waits(TorchDispatchMode):
             self.note()
         if name not in _COPIES:
             with self._fake:
-                return call(*args, **kwargs)
+                found = call(*args, **kwargs)
+            self.streams.run(call, args, kwargs, found)
+            return found
         source = args[name == "aten::copy_"]
         target = torch.device(kwargs.get("device") or source.device) if name == "aten::_to_copy" else args[0].device
         is_asynchronous = bool(kwargs.get("non_blocking")) or (name == "aten::copy_" and args[2:3] == (True,))
         if source.device.type != target.type and not is_asynchronous:
             self.note()
         if source.device.type == "cuda" and target.type == "cpu":
+            self.streams.use(self.streams.current(), [source], [])
+            if not is_asynchronous:
+                self.streams.synchronize()
             numbers = _read(source)
             return args[0].copy_(numbers) if name == "aten::copy_" else numbers.to(kwargs.get("dtype"))
         with self._fake:
             found = call(*args, **kwargs)
+        self.streams.run(call, args, kwargs, found)
         if source.device.type == "cpu" and not source.is_floating_point():
             found.sent = source.clone()  # the order of DDP's buckets goes there and back
         return found
@@ -84,7 +95,12 @@ class Waits(TorchDispatchMode):
         found = call(*real[0], **real[1])
         return (args[0], *found[1:]) if isinstance(found, tuple) and len(found) > 1 else found
 
+    def is_trial(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has no numbers, and is none of this GPU."""
+        return is_fake(tensor) and getattr(tensor, "fake_mode", None) is not self._fake
+
     def note(self) -> None:
+        self.streams.synchronize()
         frames = [f for f in traceback.extract_stack() if "/paceline/" in f.filename and "/tests/" not in f.filename]
         if frames:
             path = frames[-1].filename.rpartition("/paceline/")[2]
@@ -126,27 +142,56 @@ class _Anything:
 class _Future(torch.futures.Future[_T]):
     """A future that does not look for the memory of its tensors."""
 
+    streams: Streams
+    pending: ClassVar[list[Event]] = []
+
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
 
+    def set_result(self, result: _T) -> None:
+        if not self.pending and torch._C._current_graph_task_id() >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self.await_all)
+        self.pending.append(self.streams.current().record_event())
+        super().set_result(result)
+
+
+    @classmethod
+    def await_all(cls) -> None:
+        """Wait as DDP does at the end of a backward; its own callback comes after this one."""
+        for event in cls.pending:
+            event.wait()
+        cls.pending.clear()
+
 
 class _Sum:
-    """An all-reduce that has ended."""
+    """An all-reduce under way on a stream of its own; NCCL keeps the tensor until it is waited for."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, streams: Streams, tensor: Tensor) -> None:
+        self._streams, self._tensor, self._stream = streams, tensor, Stream(streams)
+        self._stream.wait_stream(streams.current())
+        streams.use(self._stream, [], [tensor])
 
     def wait(self) -> bool:
+        self._streams.current().wait_stream(self._stream)
         return True
 
     def get_future(self) -> _Future[list[Tensor]]:
         future: _Future[list[Tensor]] = _Future()
-        future.set_result([self._tensor])
+        with self._streams.within(self._stream):
+            future.set_result([self._tensor])
         return future
 
 
-def _all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **settings: Any) -> _Sum | None:
-    return _Sum(tensor) if async_op else None
+def _all_reduce(waits: Waits) -> Any:
+    def all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **settings: Any) -> _Sum | None:
+        if not _is_on_gpu(tensor):
+            return _Sum(waits.streams, torch.zeros((), device=GPU)) if async_op else None
+        if async_op:
+            return _Sum(waits.streams, tensor)
+        waits.streams.use(waits.streams.current(), [], [tensor])
+        return None
+
+    return all_reduce
 
 
 def _make_tensor(*args: Any, pin_memory: bool = False, device: Any = None, **settings: Any) -> Tensor:
@@ -184,14 +229,9 @@ _CUDA = {
     "current_device": lambda: 0,
     "default_generators": (_Anything(),),
     "is_current_stream_capturing": lambda: False,
-    "current_stream": _Anything,
-    "default_stream": _Anything,
-    "stream": _Anything,
     "device": _Anything,
-    "Stream": _Anything,
-    "Event": _Anything,
     **dict.fromkeys(("set_rng_state", "manual_seed", "manual_seed_all"), lambda *args: None),
-    **dict.fromkeys(("synchronize", "set_device", "reset_peak_memory_stats"), lambda *args: None),
+    **dict.fromkeys(("set_device", "reset_peak_memory_stats"), lambda *args: None),
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "memory_allocated"), lambda *a: 1 << 20),
 }
 
@@ -241,6 +281,15 @@ def simulated_gpu(world_size: int = 1, rank: int = 0) -> Iterator[Waits]:
     """Let this process be a rank whose device is a GPU without numbers."""
     _set_guard()
     waits = Waits()
+    streams = _Future.streams = waits.streams
+    cuda = {
+        "current_stream": streams.current,
+        "default_stream": lambda *args: streams.default,
+        "stream": streams.within,
+        "Stream": lambda *args, **settings: Stream(streams),
+        "Event": lambda *args, **settings: Event(streams),
+        "synchronize": streams.synchronize,
+    }
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
     world = World(
         rank=rank,
@@ -264,13 +313,13 @@ def simulated_gpu(world_size: int = 1, rank: int = 0) -> Iterator[Waits]:
             mock.patch("torch.tensor", _make_tensor),
             mock.patch("torch.futures.Future", _Future),
             mock.patch.object(Tensor, "pin_memory", lambda self: self),
-            mock.patch.object(Tensor, "record_stream", lambda *args: None),
+            mock.patch.object(Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream)),
             mock.patch.object(c10d.Logger, "set_runtime_stats_and_log", lambda self: None),
-            mock.patch.object(dist, "all_reduce", _all_reduce),
+            mock.patch.object(dist, "all_reduce", _all_reduce(waits)),
             mock.patch.object(dist, "all_gather_object", _gather_objects),
             mock.patch.object(dist, "broadcast_object_list", lambda *args, **settings: None),
             mock.patch.object(StrideOrder, "read", _read_order(waits)),
-            mock.patch.multiple("torch.cuda", **_CUDA),
+            mock.patch.multiple("torch.cuda", **_CUDA | cuda),
             waits,
         ):
             yield waits

@@ -1,13 +1,16 @@
 """Steps of every layout on a simulated GPU: no devices are mixed, and the host waits once per step.
 
-Backward and its hooks are torch's own: DDP's buckets, FSDP's gathers, stages. `ep` is left out: the rows that
-its ranks exchange follow from numbers, and this GPU has none.
+Nor does a stream use memory that another one may still write or read. Backward and its hooks are torch's own:
+DDP's buckets, FSDP's gathers, stages. Under `ep`, the rows that ranks exchange follow from numbers, of which
+this GPU has ones: every expert gets one row.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 import paceline
+from paceline.models import moe
 from paceline.models.gpt import Gpt
-from paceline.recipe.schema import GptModel
+from paceline.models.moe import MoeGpt
+from paceline.parallel.experts import forms
+from paceline.parallel.experts import layout as expert_layout
+from paceline.recipe.schema import GptModel, MoeModel
 from tests.dist.simulated_gpu import simulated_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:Please use the new API")
@@ -62,6 +69,14 @@ SLOW = [
 ]
 
 
+EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("dp_replicate=2 ep=2", {}),
+    ("dp_shard=2 ep=2 zero=2", FAST),
+    ("tp=2 dp_replicate=2 ep=2", FAST),
+    ("cp=2 ep=2", FAST),
+]
+
+
 def token_losses(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     targets = batch["targets"].flatten()
     return functional.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
@@ -69,27 +84,36 @@ def token_losses(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]
 
 def list_waits(layout: str, rank: int, num_ranks: int, settings: dict[str, Any]) -> list[Counter[str]]:
     """Return the places at which each step of a small GPT waits, with their counts."""
-    found = []
-    with simulated_gpu(num_ranks, rank) as waits:
+    found, size, length = [], 2, 8
+    model: torch.nn.Module
+    if "ep=" in layout:
+        size, length, section = 1, 2, MoeModel(kind="moe", hidden=16, heads=4, experts=2, experts_per_token=1)
+        model = MoeGpt(section.model_copy(update={"layers": 1}), 32, 8)
+    else:
+        model = Gpt(GptModel(kind="gpt", layers=4 if "pp" in layout else 1, hidden=16, heads=4), 32, 8)
+    with simulated_gpu(num_ranks, rank) as waits, ExitStack() as stack:
+        for module in (expert_layout, forms, moe):  # they take a simulated tensor for one of a trial forward
+            stack.enter_context(mock.patch.object(module, "is_fake", waits.is_trial))
         trainer = paceline.Trainer(
-            Gpt(GptModel(kind="gpt", layers=4 if "pp" in layout else 1, hidden=16, heads=4), 32, 8),
-            forward=lambda model, batch: model(batch["ids"]),
+            model,
+            forward=lambda model, batch: getattr(found := model(batch["ids"]), "logits", found),
             loss=token_losses,
             optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
             layout=layout,
-            microbatch_size=2,
+            microbatch_size=size,
             clip_norm=1.0,
-            example={"ids": torch.zeros(2, 8, dtype=torch.int64)},
+            example={"ids": torch.zeros(size, length, dtype=torch.int64)},
             **settings,
         )
-        sample = dict.fromkeys(("ids", "targets"), torch.zeros(8, dtype=torch.int64))
-        for share in trainer.loader([sample] * 36, global_batch_size=12, pin_memory=False):
+        sample = dict.fromkeys(("ids", "targets"), torch.zeros(length, dtype=torch.int64))
+        for share in trainer.loader([sample] * 18 * size, global_batch_size=6 * size, pin_memory=False):
             waits.places.clear()
             step = trainer.step(share)
             assert step.skipped is None
             assert step.grad_norm >= 0
             found.append(Counter(waits.places))
         trainer.close()
+        assert not waits.streams.races, Counter(waits.streams.races)
     return found
 
 
@@ -107,6 +131,20 @@ def test_a_step_of_a_layout_waits_for_the_device_once(layout: str, settings: dic
         for place in OFFLOADING if "offload" in layout else ():
             del last[place]
         assert last == THE_WAIT, rank
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [EXPERTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in EXPERTS[1:])],
+)
+def test_a_step_with_experts_waits_for_their_rows_besides(layout: str, settings: dict[str, Any]) -> None:
+    """The host has to know how many rows ranks exchange: at most 4 waits per mixture and microbatch."""
+    num_ranks = paceline.recipe.layout.Layout.parse(layout).fewest_ranks
+    *_, last = list_waits(layout, num_ranks - 1, num_ranks, settings)
+    others = {place: count for place, count in last.items() if place not in THE_WAIT}
+    assert last - Counter(others) == THE_WAIT
+    assert {place.partition(":")[0] for place in others} == {"parallel/experts/layout.py"}
+    assert sum(others.values()) <= 4 * (6 if "cp" in layout else 3)
 
 
 def test_a_gpu_never_takes_a_parameter_beside_the_cpu() -> None:

@@ -40,7 +40,6 @@ from paceline.parallel.sums.gradients import (
     Gradients,
     add_gradients,
     flatten,
-    keep_for_stream,
     list_present,
     take_gradients,
     view_bucket,
@@ -169,11 +168,10 @@ class BucketSums:
             return [torch.cat([flatten(g, p) for g, p in zip(gradients, parameters, strict=True)])]
 
         part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
-        reads = [g for values in part.list_values() for g in values or () if g is not None]
         one = _Bucket(parameters, views, part)
         if self.ranks.slots is None:
-            return self._line.submit(lambda: self._sum_bucket(one), buffer, reads, is_last=bucket.is_last())
-        return self._line.submit(lambda: self._sum_slots(one), buffer, reads, is_last=bucket.is_last())
+            return self._line.submit(lambda: self._sum_bucket(one), buffer, is_last=bucket.is_last())
+        return self._line.submit(lambda: self._sum_slots(one), buffer, is_last=bucket.is_last())
 
     def close(self) -> None:
         """End the issuing thread."""
@@ -259,15 +257,12 @@ class _OrderedThread:
         threading.Thread(target=_serve, args=arguments, name="paceline-exact", daemon=True).start()
         self._end = weakref.finalize(self, self._queue.put, None)
 
-    def submit(
-        self, work: _Work, result: Tensor, reads: list[Tensor], *, is_last: bool
-    ) -> torch.futures.Future[Tensor]:
+    def submit(self, work: _Work, result: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Return a future that completes with `result` once `work` is done.
 
         Args:
             work: to do, in this thread if it is the step's last.
             result: of the future.
-            reads: the tensors that `work` reads beside it.
             is_last: whether it is the step's last.
         """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -293,14 +288,10 @@ class _OrderedStream:
         self.failures: list[Exception] = []
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def submit(
-        self, work: _Work, result: Tensor, reads: list[Tensor], *, is_last: bool
-    ) -> torch.futures.Future[Tensor]:
+    def submit(self, work: _Work, result: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Return a future that completes with `result` once the stream has done `work`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for tensor in reads:  # freed by the host while the stream may still read it
-                keep_for_stream(tensor)
             work()
             return complete_future(result)
 

@@ -27,7 +27,7 @@ from paceline.comm.slots import SlotSum
 from paceline.comm.tree import OwnBlocks, TreeSum, plan_reduction
 from paceline.mesh import Axis
 from paceline.parallel.compress import Compression
-from paceline.parallel.sums.gradients import Gradients, add_gradients
+from paceline.parallel.sums.gradients import Gradients, add_gradients, keep_for_stream, list_present
 
 Pack = Callable[[Gradients], list[Tensor]]
 
@@ -209,9 +209,13 @@ class GradientSum:
     def take(self) -> list[Gradients | None]:
         """Return what this rank has added, and drop it: its subtrees; of whole slots one sum or `None` each.
 
-        The sum alone, if gradients are added as they arrive.
+        The sum alone, if gradients are added as they arrive. On CUDA the current stream may read them until
+        it has caught up.
         """
         found = self.list_values()
+        for gradients in found:
+            for gradient in list_present(gradients or []):
+                keep_for_stream(gradient)
         self._trees, self._arrived = [], None
         return found
 
