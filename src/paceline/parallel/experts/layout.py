@@ -295,7 +295,8 @@ class ExpertLayout:
                 rows = rows.detach().requires_grad_()
         lengths = counts.view(self._axis.size, -1).sum(1).tolist()
         spread = self._spread
-        arrived = exchange_counts(spread.pick(counts, self._axis.size), self._group)
+        # On the host: the products below read them for each group of rows.
+        arrived = exchange_counts(spread.pick(counts, self._axis.size), self._group).cpu()
         sent, received = lengths[spread.rank :: spread.size], arrived.sum(1).tolist()
         found = exchange_rows(spread.take(rows, lengths), sent, received, self._group)
         multiply = self._multiply_apart if self._is_exact else _multiply_together
@@ -316,8 +317,8 @@ class ExpertLayout:
 
 def _multiply_together(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the answers, from one product per expert."""
-    experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
-    order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
+    experts = torch.arange(counts.shape[1]).repeat(counts.shape[0])
+    order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True).to(rows.device)
     answers = form.multiply(rows.index_select(0, order), counts.sum(0), form.list_weights())
     return answers.index_select(0, order.argsort())
 
