@@ -12,7 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from paceline import world
 from paceline.devices import SeenDevices, choose_alone, choose_devices, see_devices
 from paceline.errors import PacelineError
 from paceline.place import RankPlace
@@ -20,6 +22,15 @@ from paceline.world import start
 from tests.dist.pool import Pool, RankError
 
 H100, A100 = "NVIDIA H100", "NVIDIA A100"
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("cpu:gloo,cuda:nccl", "cuda:1")])
+def test_a_device_is_bound_with_nccl_alone(backend: str, bound: str | None) -> None:
+    """With one bound, torch splits the world's group for each axis, which gloo has no way to do."""
+    with mock.patch.object(dist, "init_process_group") as init:
+        place = RankPlace(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=2)
+        world._init_group(mock.Mock(), place, backend, torch.device("cuda", 1), 5.0)
+    assert str(init.call_args.kwargs["device_id"]) == str(bound)
 
 
 def node(number: int, num_ranks: int, uuids: str, *, name: str = H100, **settings: Any) -> list[SeenDevices]:

@@ -1,4 +1,4 @@
-"""Traces of GPUs in the form of HolisticTraceAnalysis' test data: idle GPUs and why, copies, sends and receives."""
+"""Traces of GPUs, in the form of HolisticTraceAnalysis' test data: idleness and its cause, copies, names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def only(profile: Profile) -> RankStep:
 
 
 def test_an_idle_gpu_is_not_called_well_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step of 222 ms with 38.6 of kernels, 13.2 exposed and 2.65 of copies: 5.9% exposed was all it said."""
+    """A step of 222 ms with 38.6 of kernels, 13.2 exposed and 2.65 of copies."""
     spans = step(5, 0, 222)
     for number in range(100):  # short kernels, 2 ms apart
         begin = 2 * number

@@ -168,7 +168,7 @@ def _gather_objects(value: Any, dp: Axis) -> list[Any]:
 
 
 def _describe(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf)
+    return (leaf.shape, leaf.dtype, leaf.device.type) if isinstance(leaf, Tensor) else (None, leaf, "")
 
 
 def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) -> list[Any]:
@@ -176,10 +176,11 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
     if dp is None:
         return own
     flat = [leaf for records in described for leaf in records]
-    if any(shape is None for shape, _ in flat):
-        return [value if shape is None else None for shape, value in flat]
-    sizes = [sum(shape.numel() * dtype.itemsize for shape, dtype in records) for records in described]
-    device = own[0].device if own else torch.device("cuda" if _on_cuda(dp) else "cpu")
+    if any(shape is None for shape, _, _ in flat):
+        return [value if shape is None else None for shape, value, _ in flat]
+    sizes = [sum(shape.numel() * dtype.itemsize for shape, dtype, _ in records) for records in described]
+    # One for all ranks, also those without a leaf; NCCL sends from the device alone.
+    device = torch.device("cuda" if _on_cuda(dp) else flat[0][2])
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     start = 0
     for tensor in own:
@@ -191,10 +192,10 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
     found = []
     for records, data in zip(described, received, strict=True):
         start = 0
-        for shape, dtype in records:
+        for shape, dtype, home in records:
             stop = start + shape.numel() * dtype.itemsize
             # Copy, because a view at an unaligned byte cannot have another dtype.
-            found.append(data[start:stop].clone().view(dtype).reshape(shape))
+            found.append(data[start:stop].clone().view(dtype).reshape(shape).to(home))
             start = stop
     return found
 

@@ -6,7 +6,8 @@ forward and backward. `StateCopy.wait` must be called before anything may write 
 would hold numbers of two steps. The thread also reads what other ranks hold copies of (`same_copies.py`).
 
 The memory's pages are touched once, because a copy into fresh pages takes fifteen times as long. On CUDA it
-is pinned, and the copies run on a stream of their own.
+is pinned. What is copied at once is then ordered before the next forward, and the rest runs on a stream of
+its own; the host waits for neither.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class StateCopy:
                 if id(piece) in late:
                     self._late.append((copy, piece.detach(), read_version(piece)))
                 else:
-                    self._copy(copy, piece)
+                    self._copy(copy, piece, non_blocking=device.type == "cuda")
             self.plans.append(FilePlan(plan.name, tuple(pieces)))
         self._held = held
         self._device = device
@@ -170,13 +171,13 @@ class StateCopy:
         except Exception as failed:  # reported with the save; training goes on
             error = broken_error(failed)
         finally:
-            self._late.clear()  # the tensors may be released
             self._issued.set()
         digests: list[Digests] = []
         if error is None:
             if self._event is not None:
                 self._event.synchronize()
             digests = [each for held in self._held for each in held.describe()]
+        self._late.clear()  # from here on the tensors may be released
         self._on_end(self, error, digests)
 
     def _copy_late(self) -> PacelineError | None:
