@@ -142,7 +142,8 @@ def _describe_grades(profile: Profile) -> str:
     shares = profile.idle_shares()
     if shares:
         causes = ", ".join(f"{cause} {share:.1%}" for cause, share in shares.items())
-        text += f"\nidle GPU: {sum(shares.values()):.1%} of the step of {name_ranks([profile.idle_rank])} ({causes})"
+        rank = name_ranks([profile.idle_rank])
+        text += f"\nidle GPU: {sum(shares.values()):.1%} of the step of {rank} ({causes})"
     for kind in profile.rows[0].by_links:
         spans = [row.by_links[kind] for row in profile.rows]
         busy, bare = (_milliseconds(sum(ns) / len(spans)) for ns in zip(*spans, strict=True))

@@ -385,8 +385,8 @@ def _explain_idle(
 
     A gap belongs to the synchronisation that ends in it, or at most `_AFTER_SYNC_NS` before: the host had
     waited until the device was done, and only then gave it more. Of other gaps, the time in which the host
-    loads data is the loader's; in forward, backward and optimizer the host gives kernels more slowly than they
-    run.
+    loads data is the loader's; in forward, backward and optimizer the host issues kernels more slowly than
+    they run.
     """
     if trace.device is None:
         return {}

@@ -117,9 +117,7 @@ class Shards:
         self._model = model
         self._rounds = StepProgress()
         self._is_in_round = False
-        self.units = apply_sharding(
-            model, mesh.shard_mesh, settings, zero=zero, offload=offload, apart=apart
-        )
+        self.units = apply_sharding(model, mesh.shard_mesh, settings, zero=zero, offload=offload, apart=apart)
         on_cpu = mesh.device.type == "cpu"
         ranks = RankSum(
             exact_group,
