@@ -13,25 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import paceline
 from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, measure
 from paceline.mesh import Axis
 from paceline.parallel import norm
-from paceline.parallel.context import gather
-from paceline.parallel.context.exchange import Rows
-from paceline.parallel.context.gather import attend_by_rows
 from paceline.parallel.dropout import values
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.placement import Placement
 from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrder
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.orders import make_schedule
-from paceline.torch_seams.operators import ATTENTION
 from paceline.train import whole_batch
 from paceline.train.agreement import Agreement, RankMessage
 from paceline.train.tasks import class_loss
@@ -186,55 +179,6 @@ def test_all_ranks_gather_a_leaf_from_one_device() -> None:
             (found,) = whole_batch._gather_leaf(own, described, Axis("dp", 2, 0, mock.Mock()))
             assert found.device.type == "cpu"
     assert sent == ["cuda", "cuda"]
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most numbers of a tensor that an operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = call(*args, **kwargs or {})
-        for made in tree_leaves(found):
-            self.numbers = max(self.numbers, made.numel() if isinstance(made, Tensor) else 0)
-        return found
-
-
-@pytest.mark.parametrize("length", [4096, 4098])  # in zigzag, and in consecutive positions
-@pytest.mark.parametrize("has_autocast", [True, False])
-def test_causal_attention_by_rows_makes_no_mask(length: int, has_autocast: bool) -> None:
-    """A mask has a number per row and key, in each block, and is kept for backward."""
-    rows = Rows(mock.Mock(size=2, rank=1), is_causal=True)
-    rows.divide(length)
-    dtypes = set()
-
-    def run(query: Tensor, *others: Any, **settings: Any) -> Tensor:
-        dtypes.add(query.dtype)
-        return ATTENTION(query, *others, **settings)
-
-    change = attend_by_rows(rows, gathers=True, is_causal=True)
-    with (
-        simulated_gpu(),
-        mock.patch.object(gather, "_gather_both", lambda key, value, _: (key, value)),
-        mock.patch("torch.nn.attention.bias.can_use_flash_attention", return_value=True),
-        mock.patch.object(torch, "is_autocast_enabled", return_value=has_autocast),
-        mock.patch.object(torch, "get_autocast_dtype", return_value=torch.bfloat16),
-    ):
-        query = torch.zeros(1, 2, length // 2, 16, device=GPU)
-        key = torch.zeros(1, 2, length, 16, device=GPU)
-        with Largest() as largest:
-            found = change(ATTENTION, (query, key, key), {"is_causal": True}, run)
-    assert found.shape == query.shape
-    assert largest.numbers <= key.numel()
-    assert dtypes == {torch.bfloat16 if has_autocast else torch.float32}
-
-
-def test_rows_at_the_end_of_their_keys_need_no_mask() -> None:
-    """What the kernels without a mask compute is what the mask would hide."""
-    for first, size in ((0, 5), (7, 5), (1, 1)):
-        bias = causal_lower_right(size, first + size)
-        expected = gather._make_causal(torch.arange(first, first + size), first + size)
-        assert torch.equal(bias._materialize(), expected)
 
 
 def test_only_the_first_gradient_of_a_shape_is_waited_for() -> None:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
@@ -28,7 +27,6 @@ from paceline.parallel.context.division import Division
 from paceline.parallel.context.exchange import Rows, all_gather_rows, exchange_messages
 from paceline.parallel.tensor.calls import Change
 from paceline.parallel.tensor.collectives import differentiate, seen_by_modes
-from paceline.torch_seams.dispatch import without_modes
 from paceline.torch_seams.operators import flash_shares_heads
 
 # The dimension of the positions in queries, keys, values and masks.
@@ -94,14 +92,13 @@ def _can_skip_keys(call: AttentionCall, rows: Rows, *, shares_heads: bool) -> bo
     """Return whether a causal call is computed by chunks: if that skips keys and changes no bit.
 
     With dropout, all weights are drawn at once. Where torch's flash kernel does not run on CPU, the bits
-    depend on the number of keys. On CUDA its flash kernels need no mask for a chunk, which would be as large
-    as the scores of a head.
+    depend on the number of keys.
     """
-    query, key, value = call[:3]
-    if query.device.type != "cpu":
-        return not call.dropout_p
     if not rows.division.is_zigzag or call.dropout_p or _find_end(rows, 0) == rows.whole:
         return False
+    query, key, value = call[:3]
+    if query.device.type != "cpu":
+        return True
     is_flash = query.dim() == 4 and query.shape[-1] == value.shape[-1]
     is_flash = is_flash and (shares_heads or query.shape[_HEADS] == key.shape[_HEADS])
     return is_flash and rows.own // 2 % _ROWS_TOGETHER == 0
@@ -115,20 +112,11 @@ def _find_end(rows: Rows, chunk: int) -> int:
 
 def _attend_by_chunks(call: AttentionCall, rows: Rows, run: Callable[..., Any]) -> Tensor:
     """Attend with each of this rank's chunks to the keys up to its end."""
-    parts, kind = [], call.query.device.type
-    if kind != "cpu" and torch.is_autocast_enabled(kind):  # as it does with attention's own function
-        dtype = torch.get_autocast_dtype(kind)
-        call = call._replace(**{name: getattr(call, name).to(dtype) for name in ("query", "key", "value")})
-    runs = rows.division.list_runs(rows.axis.rank)
-    queries = call.query.split([size for _, size in runs], POSITIONS)
+    parts = []
+    runs, queries = rows.division.list_runs(rows.axis.rank), call.query.chunk(2, POSITIONS)
     for chunk, (query, (first, size)) in enumerate(zip(queries, runs, strict=True)):
-        if kind == "cpu":
-            end = _find_end(rows, chunk)
-            mask = _make_causal(torch.arange(first, first + size), end)
-        else:
-            end = first + size
-            with without_modes():  # torch cannot make one inside of a mode that counts operations
-                mask = causal_lower_right(size, end)  # type: ignore[no-untyped-call]
+        end = _find_end(rows, chunk)
+        mask = _make_causal(torch.arange(first, first + size, device=query.device), end)
         key, value = (keys.narrow(POSITIONS, 0, end) for keys in (call.key, call.value))
         seen = call._replace(query=query, key=key, value=value, attn_mask=mask, is_causal=False)
         parts.append(seen.run(run))
