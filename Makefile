@@ -78,7 +78,7 @@ hangs: env
 	.venv/bin/python -m tests.watch.run $(ARGS)
 
 gpu:
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu/run.py --ranks $(RANKS) $(ARGS)
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu/run.py --ranks $(RANKS) $(ARGS)
 
 check: env
 	.venv/bin/ruff format --check .

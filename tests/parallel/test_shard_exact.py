@@ -70,7 +70,6 @@ def train_replicated(world: Any, kind: str) -> tuple[str, ...]:
         exact.end(reduced=replica is not None)
         gradients.append(hash_gradients(model))
         optimizer.step()
-    exact.close()
     return show(model, gradients)
 
 

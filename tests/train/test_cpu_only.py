@@ -1,15 +1,10 @@
-"""What is chosen for CPUs alone stands in one list, and no step on CUDA goes through it."""
+"""What is chosen for CPUs alone stands in one list."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
-
-import pytest
-
-from paceline.parallel.sums import buckets
-from tests.train.test_simulated_layouts import QUICK, list_waits
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -33,13 +28,3 @@ def test_every_choice_for_cpus_is_listed() -> None:
     section = text.partition("## What differs on the CPU")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert choosing == {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:Please use the new API")
-def test_no_step_on_cuda_uses_the_thread_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a thread for gloo on CUDA")
-
-    monkeypatch.setattr(buckets._OrderedThread, "__init__", refuse)
-    layout, settings = QUICK[0]
-    assert list_waits(layout, 0, 2, settings)

@@ -167,7 +167,7 @@ class Replica:
             # Not the versions of gradients: those in one bucket of DDP share a version.
             node.register_hook(partial(self._note_reached, place))
         self._before_last_bucket: Callable[[], None] | None = None
-        self._last_launch_s = 0.0
+        self._last_launch_s = self._waited_s = 0.0
         self._is_showing = False
         if not is_aligned:
             # Not DDP, which sends numbers and not bytes: gloo knows fewer types than tensors have.
@@ -219,7 +219,8 @@ class Replica:
                 are sent.
 
         Returns:
-            The seconds that it waited for communication after the last gradient.
+            The seconds that it waited for communication: after the last gradient, and with the exact
+            reduction on CPU in each bucket.
         """
         self.left_out = []
         self._reached.clear()
@@ -233,7 +234,7 @@ class Replica:
     def _reduce(
         self, loss: Tensor, before_last_bucket: Callable[[], None] | None, *, completes: bool
     ) -> float:
-        self._last_launch_s, self.last_bucket_launched = 0.0, False
+        self._last_launch_s, self._waited_s, self.last_bucket_launched = 0.0, 0.0, False
         self._before_last_bucket = before_last_bucket
         self._ddp(loss).backward()
         if self._hook_factor is not None and abs(self._hook_factor - 1) > _SLACK:
@@ -243,7 +244,7 @@ class Replica:
         self._before_last_bucket = None
         if not self._last_launch_s or loss.is_cuda:
             return 0.0
-        return time.perf_counter() - self._last_launch_s
+        return self._waited_s + time.perf_counter() - self._last_launch_s
 
     def _note_reached(self, place: int, *_: Any) -> None:
         self._reached.add(place)
@@ -275,7 +276,10 @@ class Replica:
             if self._before_last_bucket is not None:
                 self._before_last_bucket()
         if self._exact is not None:
-            return self._exact.reduce_bucket(bucket)
+            future = self._exact.reduce_bucket(bucket)
+            if not bucket.is_last():  # the time after the last launch counts anyway
+                self._waited_s += time.perf_counter() - self._last_launch_s
+            return future
         if self._averaging_hook is not None:
             state, hook = self._averaging_hook
             mean = None if self._hook_factor is not None else self._average(bucket.buffer())

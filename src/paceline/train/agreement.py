@@ -114,8 +114,6 @@ class Agreement:
         sent = max(_LEAST_SENT, 1 << (length - 1).bit_length())
         self._summed = torch.zeros(sent, dtype=torch.float64, device=device)
         self._vector = self._summed[:length]
-        # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
-        self._array = self._vector.numpy() if device.type == "cpu" else None
         self._group = group
         self._work: dist.Work | None = None
         self._sent = RankMessage(0, 0)
@@ -124,9 +122,7 @@ class Agreement:
         """Fill the slot of microbatch `index` without waiting for the device."""
         start = self._first + index * self._width
         for place, number in ((start + _LOSS, loss_sum), (start + _WEIGHT, weight)):
-            if self._array is not None:
-                self._array[place] = number.item()
-            elif number.device.type == "cpu":
+            if number.device.type == "cpu":
                 self._vector[place].fill_(number.item())  # a copy from the host would wait
             else:
                 self._vector[place].copy_(number.detach())
@@ -153,10 +149,7 @@ class Agreement:
         for digest in digests:
             row += (float(digest % _HALF), float(digest // _HALF % _HALF))
         start = self._rank * NUM_SENT
-        if self._array is not None:
-            self._array[start : start + len(row)] = row
-        else:
-            self._place(start, row)
+        self._place(start, row)
         if isinstance(message.copies, Tensor):
             halves = torch.stack([message.copies & (_HALF - 1), (message.copies >> 32) & (_HALF - 1)], dim=1)
             self._vector[start + _COPIES : start + NUM_SENT] = halves.reshape(-1)
@@ -189,18 +182,12 @@ class Agreement:
         """
         if self._work is not None:
             self._work.wait()
-        brought = 0.0
-        if self._array is not None:
-            numbers = self._array
-            if extra is not None:
-                brought = extra.item()
-        else:
-            vector = self._vector
-            if extra is not None:
-                vector = torch.cat([vector, extra.double().reshape(1)])
-            numbers = vector.cpu().numpy()
-            if extra is not None:
-                brought, numbers = float(numbers[-1]), numbers[:-1]
+        vector, brought = self._vector, 0.0
+        if extra is not None:
+            vector = torch.cat([vector, extra.double().reshape(1)])
+        numbers = vector.cpu().numpy()
+        if extra is not None:
+            brought, numbers = float(numbers[-1]), numbers[:-1]
         rows = numbers[: self._first].reshape(self._num_ranks, NUM_SENT)
         plain: list[list[float]] = rows[:, :_SETTINGS].tolist()
         self._check_same("is at step", [int(row[_POSITION]) for row in plain])

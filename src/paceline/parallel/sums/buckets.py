@@ -11,20 +11,16 @@ Protocol of one step, on every rank:
    aside too.
 4. `end`, which in a world of one stores the sum in the parameters.
 
-Order of the collectives: one thread processes one bucket after another, in DDP's order, on a group of its
-own. It issues all collectives of a bucket before the first of the next. Backward has to wait for the last
-bucket anyway, so its own thread processes that one after all others: waking another thread takes 0.1 ms. If
-callbacks chained the collectives instead, two ranks might issue the second half of one bucket and the first
-half of the next in different orders, and receive each other's data without any error. On CUDA the order is
-that of the calls on a stream of their own.
+Order of the collectives: the thread that runs backward issues all collectives of a bucket before the first
+of the next, in DDP's order, on a group of its own. If callbacks chained the collectives instead, two ranks
+might issue the second half of one bucket and the first half of the next in different orders, and receive each
+other's data without any error. On CUDA they are on a stream of their own, beside backward; on CPU backward
+waits for them.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +40,6 @@ from paceline.parallel.sums.gradients import (
     take_gradients,
     view_bucket,
 )
-
-_Work = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -93,9 +87,7 @@ class BucketSums:
         self._sum = GradientSum(self.ranks, list_present)
         self._num_leaves = 0
         self._last_leaf: int | None = None
-        self._line: _OrderedThread | _OrderedStream | None = None
-        if group is not None:
-            self._line = _OrderedThread() if device.type == "cpu" else _OrderedStream()
+        self._stream = torch.cuda.Stream() if group is not None and device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         """Start a global batch.
@@ -134,12 +126,7 @@ class BucketSums:
         Args:
             reduced: whether the last microbatch was reduced over ranks; if not, the sum of all gradients that
                 were set aside is stored in the parameters.
-
-        Raises:
-            Exception: any error raised while a bucket was summed over ranks.
         """
-        if self._line is not None and self._line.failures:
-            raise self._line.failures[0]
         values, self._num_leaves = self._sum.take(), 0
         found = [gradients for gradients in values if gradients is not None]
         if reduced or not found:
@@ -156,7 +143,7 @@ class BucketSums:
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sum a bucket with the earlier gradients, and over ranks; called by DDP's hook."""
         buffer = bucket.buffer()
-        if not self._num_leaves or self._line is None:
+        if not self._num_leaves:
             # DDP's first pass over the graph, or a global batch without samples: zeros everywhere.
             return complete_future(buffer)
         parameters = bucket.parameters()
@@ -169,14 +156,14 @@ class BucketSums:
 
         part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
         one = _Bucket(parameters, views, part)
-        if self.ranks.slots is None:
-            return self._line.submit(lambda: self._sum_bucket(one), buffer, is_last=bucket.is_last())
-        return self._line.submit(lambda: self._sum_slots(one), buffer, is_last=bucket.is_last())
-
-    def close(self) -> None:
-        """End the issuing thread."""
-        if self._line is not None:
-            self._line.close()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]  # no stream is the current one
+            if self.ranks.slots is not None:
+                self._sum_slots(one)
+            else:
+                self._sum_bucket(one)
+            return complete_future(buffer)
 
     # ---- work on buckets
 
@@ -237,85 +224,6 @@ class BucketSums:
         self.ranks.slots.sum(pieces, given, sums, self.ranks.compression.factor)
         for place, total in zip(kept, sums, strict=True):
             totals[place].copy_(total.view(totals[place].shape))
-
-
-class _OrderedThread:
-    """A thread that runs one task after another, in the order of submission.
-
-    Attributes:
-        failures: the exception raised, at most one. After it no task runs any more, because its collectives
-            would meet peers that are a bucket ahead or behind. The futures are completed all the same: DDP
-            would not accept one with an exception as a tensor, and the message would be lost.
-    """
-
-    def __init__(self) -> None:
-        self.failures: list[Exception] = []
-        self._latest: torch.futures.Future[Tensor] | None = None
-        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # The thread has no reference to this object, so a reduction that is dropped is collected and ends it.
-        arguments = (self._queue, self.failures)
-        threading.Thread(target=_serve, args=arguments, name="paceline-exact", daemon=True).start()
-        self._end = weakref.finalize(self, self._queue.put, None)
-
-    def submit(self, work: _Work, result: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
-        """Return a future that completes with `result` once `work` is done.
-
-        Args:
-            work: to do, in this thread if it is the step's last.
-            result: of the future.
-            is_last: whether it is the step's last.
-        """
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        task = (work, result, future)
-        if is_last:
-            if self._latest is not None:
-                self._latest.wait()
-                self._latest = None
-            _run(task, self.failures)
-        else:
-            self._latest = future
-            self._queue.put(task)
-        return future
-
-    def close(self) -> None:
-        self._end()
-
-
-class _OrderedStream:
-    """A stream of CUDA in place of the thread; an error is raised in the calling thread."""
-
-    def __init__(self) -> None:
-        self.failures: list[Exception] = []
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def submit(self, work: _Work, result: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
-        """Return a future that completes with `result` once the stream has done `work`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-            return complete_future(result)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-_Task = tuple[_Work, Tensor, "torch.futures.Future[Tensor]"]
-
-
-def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:
-    while (task := tasks.get()) is not None:
-        _run(task, failures)
-        del task  # no reference is kept while the thread waits
-
-
-def _run(task: _Task, failures: list[Exception]) -> None:
-    work, result, future = task
-    if not failures:
-        try:
-            work()
-        except Exception as error:
-            failures.append(error)
-    future.set_result(result)
 
 
 def complete_future(total: Tensor) -> torch.futures.Future[Tensor]:

@@ -71,11 +71,6 @@ class WholeRunner(Runner):
         dist.all_reduce(counts, group=self._mesh.group)
         return [count > 0 for count in counts.tolist()]
 
-    def close(self) -> None:
-        if self._exact is not None:
-            self._exact.close()
-        super().close()
-
     def _rounds(self, work: Work) -> Generator[Round, None, None]:
         """Yield the rank's own microbatches; the backward of the last one sums gradients over replicas."""
         share = work.share
