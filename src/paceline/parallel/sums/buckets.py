@@ -158,7 +158,7 @@ class BucketSums:
         one = _Bucket(parameters, views, part)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]  # no stream is the current one
+        with torch.cuda.stream(self._stream):  # no stream is the current one
             if self.ranks.slots is not None:
                 self._sum_slots(one)
             else:
