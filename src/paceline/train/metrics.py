@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # Dense peak FLOP/s of one device by dtype of the matrix products, from the vendors' data sheets.
 _PEAK_FLOPS = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12},
-    **dict.fromkeys(("H100", "H200"), {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12}),
+    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12},
     "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},
     "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12},
     "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
