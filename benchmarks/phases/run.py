@@ -6,7 +6,7 @@
 
 Each script runs on 2 ranks. Recordings of Paceline and of torch.profiler take turns. A phase is right if each
 of both is within 10% or 1 ms of the clock's median. Where a profile advises a setting, the script with and
-without it run in turn. Exit code 1 if a phase is wrong, or an advice gains nothing or more than was promised.
+without it run in turn. Exit code 1 if a phase is wrong, an advice gains nothing, or PL917 more than it says.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def summarize(name: str, folder: Path, clocks: list[dict[str, Any]]) -> dict[str
 
 
 def promise(code: str, profile: Any) -> float:
-    """Return the most that following a finding may gain, in seconds of a step, as it states."""
+    """Return the seconds of a step that a finding names."""
     if code == "PL917":
         return max(row.phases.get("data", 0) for row in profile.rows) / 1e9
     if code == "PL918":
@@ -183,7 +183,7 @@ def describe(result: dict[str, Any]) -> str:
                     f"| {found['name']} | {own['rank']} | {words} | {' | '.join(cells)} "
                     f"| {'no' if bad else 'yes'} |"
                 )
-    lines += ["", "| script | advice | at most, ms | gained, ms |", "|---|---|---:|---:|"]
+    lines += ["", "| script | advice | it names, ms | gained, ms |", "|---|---|---:|---:|"]
     for found in result["found"]:
         for gain in found["gains"]:
             lines.append(
@@ -199,7 +199,9 @@ def describe(result: dict[str, Any]) -> str:
 def passes(result: dict[str, Any]) -> bool:
     gains = [gain for found in result["found"] for gain in found["gains"]]
     return not any(list_wrong(found) for found in result["found"]) and all(
-        gain["error_s"] < gain["gain_s"] <= gain["most_s"] + gain["error_s"] for gain in gains
+        gain["error_s"] < gain["gain_s"]
+        and (gain["code"] != "PL917" or gain["gain_s"] <= gain["most_s"] + gain["error_s"])
+        for gain in gains
     )
 
 
