@@ -217,6 +217,7 @@ def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=environment
     )
     assert done.returncode == 1, done.stderr
+    assert "profiler_start" not in done.stderr, "lines of torch's profiler"
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0000.json", "rank-0001.json"]
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     (report,) = [line["profile"] for line in lines if "profile" in line]

@@ -206,11 +206,10 @@ class MetricsWriter:
     def _is_free(self, timeout_s: float) -> bool:
         try:
             return self._disk.wait(timeout_s)
-        except OSError as error:
+        except (OSError, PacelineError) as error:
             self._has_failed = True
-            raise unwritable_error(self._steps, error) from error
-        except PacelineError:
-            self._has_failed = True
+            if isinstance(error, OSError):
+                raise unwritable_error(self._steps, error) from error
             raise
 
     def _is_due(self) -> bool:

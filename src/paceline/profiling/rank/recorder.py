@@ -188,6 +188,7 @@ def record(rank: int, table: dict[str, Any]) -> None:
 
 def keep_more_calls() -> None:
     """Have torch's Flight Recorder keep the collectives of a recording; call it before the first group."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints its starts and stops below 6
     if not any(name in os.environ for name in BUFFER_SIZES):
         os.environ[BUFFER_SIZES[0]] = _BUFFER_SIZE
 
