@@ -267,7 +267,7 @@ class Evaluator:
             right = self.eval(part)
             found.append(self._compare(left, op, right))
             left = right
-        return next((one for one in found if not one.is_known), found[-1])
+        return next((one for one in found if not (one.is_known and one.const)), found[-1])
 
     def _compare(self, left: Value, op: ast.cmpop, right: Value) -> Value:
         taint = left.taint | right.taint

@@ -91,6 +91,8 @@ def known_length(value: Value) -> int | None:
     if value.kind == "range":
         numbers = _range_of(value)
         return len(numbers) if numbers is not None else None
+    if value.kind in ("enumerate", "iterator"):
+        return known_length(value.ref)
     items = known_items(value)
     return len(items) if items is not None else None
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from paceline.lint import facts, library, methods
+from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
 from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
@@ -58,6 +58,7 @@ class Interpreter(Evaluator):
         self.load = load
         self.steps = 0
         self.depth = 0
+        self.is_quiet = False  # while a loop is walked to see what changes
         self.modules: dict[str, Module] = {}
         self.visited: set[int] = set()
         self.trail: list[tuple[dict[str, Any], str, Any]] = []
@@ -397,14 +398,15 @@ class Interpreter(Evaluator):
     ) -> frozenset[str]:
         before = self.loops
         self.loops = (*before, id(loop.node))
-        if not before:  # once for what changes from round to round
+        if not self.is_quiet:  # once for what changes from round to round
+            self.is_quiet = True
             mark, saved = len(self.trail), (self.initialized, self.frame.taint)
             returns, pending = len(self.frame.returns), len(self.frame.pending)
             with self.into([]):
                 body()
             self._forget([self._undo(mark), *self.frame.pending[pending:]])
             del self.frame.returns[returns:], self.frame.pending[pending:]
-            self.initialized, self.frame.taint = saved
+            self.initialized, self.frame.taint, self.is_quiet = *saved, False
         mark, pending = len(self.trail), len(self.frame.pending)
         with self.into(loop.body):
             found = body()
@@ -443,7 +445,7 @@ class Interpreter(Evaluator):
         leave = []
         for item in node.items:
             value = self.eval(item.context_expr)
-            leave.append(methods.enter(self, value))
+            leave.append(library.enter(self, value, item.context_expr))
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value.attrs.get("#as", value))
         ends = self.execute(node.body)

@@ -19,6 +19,7 @@ from paceline.lint.facts import (
     make,
     take_slice,
 )
+from paceline.lint.names import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
 
 _OF_CONSTANTS = ("int", "str", "float", "bool", "min", "max", "abs", "sum", "round", "any", "all")
@@ -324,6 +325,18 @@ def call_builtin(c: KnownCall) -> Value:
         entries = dict(c.kwargs) if not c.args else None
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
     return unknown(mix(c.values), deps_of(c.args))
+
+
+@known("builtins.isinstance builtins.hasattr")
+def call_is_wrapped(c: KnownCall) -> Value:
+    model, what = c.args[:2] if len(c.args) == 2 else (unknown(), unknown())
+    names = [canonical(part.ref).rpartition(".")[2] for part in what.items or (what,) if part.kind == "lib"]
+    wanted = {_WRAPPERS.get(name) for name in names}
+    if c.name == "hasattr" and what.const == "module":
+        wanted = {"ddp", "fsdp", "dp"}
+    if model.kind in ("model", *_WRAPPERS.values()) and wanted and None not in wanted:
+        return constant(model.kind in wanted)
+    return unknown(Taint.NONE)
 
 
 @known("builtins.range")

@@ -213,6 +213,16 @@ def decorate(run: Any, decorator: ast.expr, value: Value) -> Value:
     return value
 
 
+def enter(run: Any, value: Value, node: ast.AST) -> Callable[[], None]:
+    """Enter a context, which may be the script's own; return what leaves it."""
+    first, last = _method(value, "__enter__"), _method(value, "__exit__")
+    if first is not None:
+        value.attrs["#as"] = run.call_function(first, [], {}, node, owner=value)
+    if last is not None:
+        return lambda: run.call_function(last, [constant(None)] * 3, {}, node, owner=value) and None
+    return methods.enter(run, value)
+
+
 def instantiate(c: KnownCall, cls: Value) -> Value:
     """Return a new object of a class of the script."""
     bases = set(cls.ref.library_bases())
@@ -288,7 +298,7 @@ def call_method(c: KnownCall) -> Value:
     if owner.kind in ("lib", "module", "class") or name in owner.attrs or _member(owner, name) is not None:
         member = get_attribute(c.run, owner, name, c.node)
         if owner.kind == "class" and member.fact("classmethod"):
-            c.args.insert(0, owner)
+            c = replace(c, args=[owner, *c.args])
         return call(c, member)
     result = methods.call(c)
     if result is not None:
