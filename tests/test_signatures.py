@@ -65,7 +65,6 @@ def test_every_argument_of_every_public_call_has_a_type_that_is_checked(call: Ca
             ["Trainer(layout=None)", "Leave layout= out", "dp_shard=4 tp=2"],
         ),
         (Trainer.__init__, {"checkpoint_mode": "async"}, ["Literal['full', 'sharded']"]),
-        (Trainer.__init__, {"tp_plan": {"up": 1}}, ["Mapping[str, str]"]),
         (Trainer.__init__, {"loss": "mse"}, ["loss=lambda output, batch"]),
         (Trainer.__init__, {"dtype": torch.bfloat16}, ['dtype="bf16"']),
         (Trainer.__init__, {"microbatch_size": True}, ["int | None"]),

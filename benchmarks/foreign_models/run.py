@@ -39,7 +39,7 @@ def plan_tp(foreign: Foreign, size: Size) -> tuple[nn.Module, SplitPlan]:
     model = foreign.build(size).train()
     open_attention(model)
     batch = {key: tensor[:2] for key, tensor in foreign.make_batch(size, 1).items()}
-    return model, find_plan(model, lambda model: foreign.forward(model, batch), 2, None, apply_dropout(model))
+    return model, find_plan(model, lambda model: foreign.forward(model, batch), 2, apply_dropout(model))
 
 
 def main() -> int:

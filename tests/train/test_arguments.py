@@ -37,7 +37,7 @@ ONLY_OF_A_TRAINER = {
         "islands",
         "loss_over",
     ),
-    *("layout", "tp_plan", "experts", "shard", "ddp", "compress", "tokens_per_sample", "recipe_toml"),
+    *("layout", "shard", "ddp", "compress", "tokens_per_sample", "recipe_toml"),
 }
 
 

@@ -59,7 +59,6 @@ class Settings:
         compress: the settings of the compression, if gradients are compressed.
         compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
-        tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
         keeps_gradients: whether gradients are kept for longer than until the next sum, which overwrites
             buckets.
     """
@@ -72,7 +71,6 @@ class Settings:
     compress: CompressSettings | None = None
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
-    tp_plan: Mapping[str, str] | None = None
     keeps_gradients: bool = False
 
     @property
@@ -304,7 +302,6 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Sp
         model,
         settings.example,
         mesh.tp.size,
-        settings.tp_plan,
         masks,
         sequence=settings.layout.sequence,
     )

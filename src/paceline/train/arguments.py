@@ -67,7 +67,6 @@ class Arguments:
     loss: Callable[[Any, Any], Any] | None
     step: Callable[[UpdateModel], None] | None
     layout: str | Layout
-    tp_plan: Mapping[str, str] | None
     shard: ShardSection | Mapping[str, Any] | None
     schedule: ScheduleFactory | None
     dtype: str
@@ -193,7 +192,6 @@ class Arguments:
             compress=compress,
             compile=self.compile,
             example=example,
-            tp_plan=self.tp_plan,
         )
 
     def build_records(
@@ -263,7 +261,6 @@ class Arguments:
             RunSetting("ema", self.ema, is_kept=True),
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
-            RunSetting("tp_plan", self.tp_plan),
             RunSetting("forward", self.forward, is_code=True),
             RunSetting("loss", self.loss, is_code=True),
             RunSetting("loss_over", self.loss_over, is_kept=True),

@@ -72,8 +72,6 @@ class Trainer(Training[Share]):
             may be `auto`, which follows from the number of ranks. Default: all ranks replicate.
         example: a batch of a few samples, of the form that `step` gets. Required for tp, which traces one
             forward to find how the model can be split.
-        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; other modules are
-            planned automatically.
         shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
@@ -124,7 +122,6 @@ class Trainer(Training[Share]):
         step: Callable[[UpdateModel], None] | None = None,
         layout: str | Layout = "",
         example: Any = None,
-        tp_plan: Mapping[str, str] | None = None,
         shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
         dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32",

@@ -89,7 +89,7 @@ def compare(world: Any, hooks: bool) -> tuple[list[float], list[float], float]:
     if hooks:  # seen by the trial forward
         model[2].register_forward_hook(lambda _m, _a, y: y.view(-1, WIDTH).view(y.shape))  # type: ignore[index]
     batch = torch.zeros(2, 4, 8, dtype=torch.float64)
-    plan = find_plan(model, lambda m: m(batch), world.world_size, None, masks)
+    plan = find_plan(model, lambda m: m(batch), world.world_size, masks)
     apply_plan(model, plan, build_mesh(Layout.parse(f"tp={world.world_size}"), world).tp, masks)
     if hooks:  # not seen by it
         for module in [*model.modules()]:

@@ -1,4 +1,4 @@
-"""The requests that a plan accepts, and those that it refuses."""
+"""The plan of tp, and models for which there is none."""
 
 from __future__ import annotations
 
@@ -15,44 +15,16 @@ from paceline.recipe.schema import GptModel
 from tests.parallel.tensor.models import build
 
 
-def plan(requests: dict[str, str] | None = None, num_ranks: int = 2, **settings: Any) -> SplitPlan:
+def plan(num_ranks: int, **settings: Any) -> SplitPlan:
     section = GptModel(kind="gpt", layers=2, hidden=32, **{"heads": 4, **settings})
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    return find_plan(Gpt(section, 96, 8), lambda model: model(ids), num_ranks, requests)
-
-
-def refuse(code: str, *args: Any, **settings: Any) -> str:
-    with pytest.raises(PacelineError) as caught:
-        plan(*args, **settings)
-    assert caught.value.code == code
-    return caught.value.saw
-
-
-def test_a_request_keeps_modules_whole() -> None:
-    found = plan({"layers.*.mlp": "replicate"})
-    assert not any(".mlp." in name for name in found.splits)
-    assert any(".self_attn." in name for name in found.splits)
-    assert "tp_plan has layers.*.mlp: replicate" in found.whole["layers.1.mlp.up_proj.weight"]
-    assert "layers.*.mlp.up_proj.weight (2)" in found.describe()
+    return find_plan(Gpt(section, 96, 8), lambda model: model(ids), num_ranks)
 
 
 def test_a_plan_names_forwards_that_add_up_by_themselves() -> None:
     model = build("own-blocks")
     found = find_plan(model, lambda m: m(torch.zeros(2, 8, dtype=torch.int64)), 2)
     assert "summed inside its own forward: *.*.down (2)" in found.describe()
-
-
-def test_requests_that_agree() -> None:
-    requests = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
-    assert plan(requests).splits == plan().splits
-
-
-def test_requests_that_cannot_be_met() -> None:
-    assert "o_proj: colwise; it would be split along dimension 1" in refuse(
-        "PL462", {"layers.*.self_attn.o_proj": "colwise"}
-    )
-    assert "matches no module with parameters" in refuse("PL462", {"blocks.*.mlp": "replicate"})
-    assert "'sideways'" in refuse("PL462", {"layers.*.mlp": "sideways"})
 
 
 def test_heads_that_cannot_be_divided_stay_whole_and_are_reported() -> None:

@@ -82,7 +82,7 @@ def test_one_head_per_rank_and_dropout(num_ranks: int) -> None:
     model = Gpt(section, 96, 16).train()
     masks = apply_dropout(model)
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    plan = find_plan(model, lambda m: m(ids), num_ranks, None, masks, sequence=True)
+    plan = find_plan(model, lambda m: m(ids), num_ranks, masks, sequence=True)
     assert plan.share == 1, plan.describe()
     assert {key.split("/")[1] for key, cut in plan.draws.items() if cut} == {"sdpa#0"}
     assert plan.sequence is not None

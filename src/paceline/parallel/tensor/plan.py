@@ -23,9 +23,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -50,8 +49,6 @@ from paceline.parallel.tensor.sequence import (
 )
 from paceline.parallel.tensor.sizes import SIZED, change_size
 from paceline.parallel.tensor.trace import Detour, Trace, TracedOp, trace_forward
-
-STYLES = ("colwise", "rowwise", "replicate")
 
 
 @dataclass
@@ -129,7 +126,6 @@ def find_plan(
     model: nn.Module,
     example: Callable[[nn.Module], Any] | None,
     num_ranks: int,
-    requests: Mapping[str, str] | None = None,
     masks: Masks | None = None,
     *,
     sequence: bool = False,
@@ -140,13 +136,12 @@ def find_plan(
         model: in training mode, whole; may be on meta.
         example: calls the model on a batch of a few samples.
         num_ranks: degree of tp.
-        requests: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
         sequence: whether to cut activations between the blocks along the sequence.
 
     Raises:
-        PacelineError: PL460 if the forward cannot be traced, PL461 if nothing can be split, PL462 if a
-            request cannot be met, PL463 without an example, PL464 if the sequence cannot be cut.
+        PacelineError: PL460 if the forward cannot be traced, PL461 if nothing can be split, PL463 without an
+            example, PL464 if the sequence cannot be cut.
     """
     if example is None:
         raise PacelineError(
@@ -157,7 +152,6 @@ def find_plan(
         )
     trace = trace_forward(model, example, masks=masks)
     planner = _Planner(model, example, num_ranks, trace, read_dims(trace), masks)
-    planner.apply_requests(requests or {})
     while True:
         planner.choose()
         mismatch = planner.check()
@@ -174,7 +168,6 @@ def find_plan(
             "same.",
             fix="Use these ranks for dp_replicate or dp_shard, or choose a tp that divides the heads.",
         )
-    _check_requests(plan, requests or {}, model)
     if sequence:
         plan.sequence = planner.plan_sequence()
         plan.partial |= plan.sequence.partial
@@ -210,28 +203,6 @@ class _Planner:
                 self.holders[atom].add(number)
         self.products = {op: leaves(dim) for op, dim in dims.products.items()}
         self.lookups = {op: leaves(dim) for op, dim in dims.lookups.items()}
-
-    def apply_requests(self, requests: Mapping[str, str]) -> None:
-        for pattern, style in requests.items():
-            if style not in STYLES:
-                raise PacelineError(
-                    "PL462",
-                    saw=f"tp_plan has {pattern!r}: {style!r}.",
-                    rule=f"A style is one of {', '.join(STYLES)}.",
-                    fix='Write for example tp_plan={"layers.*.mlp": "replicate"}.',
-                )
-            found = [n for n, name in self.trace.names.items() if _matches(name, pattern)]
-            if not found:
-                raise PacelineError(
-                    "PL462",
-                    saw=f"tp_plan has {pattern!r}, which matches no module with parameters.",
-                    rule="Patterns match the names in model.named_modules().",
-                    fix="Correct the pattern, or leave it out; the plan is found automatically.",
-                )
-            if style == "replicate":
-                for number in found:
-                    for _, _, atom in self.atoms[number]:
-                        atom.pin(f"tp_plan has {pattern}: replicate")
 
     def choose(self) -> None:
         """Choose atoms, those that cut most bytes of matrices first, as long as hooks can reach."""
@@ -490,30 +461,3 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    module = name.rpartition(".")[0]
-    return fnmatch(module, pattern) or fnmatch(module, pattern + ".*")
-
-
-def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Module) -> None:
-    for pattern, style in requests.items():
-        if style == "replicate":
-            continue
-        for name, module in model.named_modules():
-            if not fnmatch(name, pattern) or getattr(module, "weight", None) is None:
-                continue
-            split = plan.splits.get(f"{name}.weight")
-            # nn.Linear holds [out, in]; a transposed layer ([in, out]) has its bias along dimension 1.
-            columns = 0 if isinstance(module, (nn.Linear, nn.Embedding)) else module.weight.dim() - 1
-            wanted = columns if style == "colwise" else 1 - columns
-            if split is None or split.dim != wanted:
-                found = "whole" if split is None else f"split along dimension {split.dim}"
-                reason = plan.whole.get(f"{name}.weight", "its other dimension is split with its neighbours")
-                raise PacelineError(
-                    "PL462",
-                    saw=f"tp_plan asks for {name}: {style}; it would be {found} ({reason}).",
-                    rule="A split must agree with the modules that use its result.",
-                    fix="Leave it out of tp_plan, or replicate it.",
-                )
