@@ -233,17 +233,6 @@ CASES: dict[str, Case] = {
     "gather with attention by products": Case(
         lay_out(with_attention(Written), by="gather"), "PL634", "bmm in blocks.0.attend", 'cp_by="heads"'
     ),
-    "use_cache in the batch": Case(
-        train(
-            llama(use_cache=False),
-            "cp=2",
-            example={"input_ids": IDS, "use_cache": True},
-        ),
-        "PL641",
-        "LlamaForCausalLM with use_cache=True, with layout.cp above 1",
-        "Leave use_cache out",
-        num_ranks=2,
-    ),
     "hidden states of blocks": Case(
         train(llama(), "cp=2", example={"input_ids": IDS, "output_hidden_states": True}),
         "PL630",

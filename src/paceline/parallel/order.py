@@ -20,7 +20,6 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compress import Compression, CompressSettings
 from paceline.parallel.construct.values import Construction, place_values
 from paceline.parallel.context.apply import apply_context
-from paceline.parallel.context.caches import refuse_caches
 from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
@@ -129,7 +128,7 @@ def parallelize(
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `nn.SyncBatchNorm`, PL425 for sparse
             gradients, PL440 to PL448 for models that cannot be sharded, PL460 to
-            PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
+            PL465 for models that tp and recompute cannot handle, PL630 to PL640 for sequences that cp cannot
             divide, PL655 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)
@@ -266,7 +265,6 @@ def _plan_sequences(
 ) -> ContextPlan:
     open_attention(model)
     disable_caches(model, "cp", "it would hold the keys of some heads or positions")
-    refuse_caches(model)
     if settings.example is None:
         raise PacelineError(
             "PL463",
