@@ -57,34 +57,20 @@ class Codec(ABC):
         """Return the rows [num_rows, length], in fp32, of their bytes [num_rows, row_bytes]."""
 
 
-class WholeCodec(Codec):
-    """The codec that sends every number unchanged, in fp32."""
+class _CastCodec(Codec):
+    """Sends numbers in another type, or in fp32 unchanged."""
 
-    kind = "fp32"
-
-    def count_row_bytes(self, length: int) -> int:
-        return 4 * length
-
-    def encode(self, rows: Tensor, target: Tensor) -> None:
-        target.copy_(rows.view(torch.uint8).view(target.shape))
-
-    def decode(self, encoded: Tensor, length: int) -> Tensor:
-        return _read(encoded, torch.float32, length).clone()
-
-
-class Bf16Codec(Codec):
-    """Rounds to bfloat16."""
-
-    kind = "bf16"
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        self.kind, self._dtype = kind, dtype
 
     def count_row_bytes(self, length: int) -> int:
-        return 2 * length
+        return self._dtype.itemsize * length
 
     def encode(self, rows: Tensor, target: Tensor) -> None:
-        target.copy_(rows.to(torch.bfloat16).view(torch.uint8).view(target.shape))
+        target.copy_(rows.to(self._dtype).view(torch.uint8).view(target.shape))
 
     def decode(self, encoded: Tensor, length: int) -> Tensor:
-        return _read(encoded, torch.bfloat16, length).float()
+        return _read(encoded, self._dtype, length).to(torch.float32, copy=True)
 
 
 class _BlockCodec(Codec):
@@ -174,8 +160,10 @@ class Int4Codec(_BlockCodec):
         return numbers.sub_(7.0)
 
 
-_WHOLE = WholeCodec()
-CODECS: dict[str, Codec] = {codec.kind: codec for codec in (Bf16Codec(), Int8Codec(), Int4Codec())}
+_WHOLE = _CastCodec("fp32", torch.float32)
+CODECS: dict[str, Codec] = {
+    codec.kind: codec for codec in (_CastCodec("bf16", torch.bfloat16), Int8Codec(), Int4Codec())
+}
 
 
 def choose_codec(codec: Codec, length: int) -> Codec:

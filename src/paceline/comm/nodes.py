@@ -9,16 +9,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 
-def find_nodes(group: dist.ProcessGroup | None = None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def find_nodes() -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the nodes' host names, and each rank's node, numbered in the order of ranks; collective.
 
     Containers with networks of their own count as nodes of their own.
-
-    Args:
-        group: the ranks; all of them by default.
     """
-    found: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size(group)
-    dist.all_gather_object(found, _identify_node(), group=group)
+    found: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size()
+    dist.all_gather_object(found, _identify_node())
     known = list(dict.fromkeys(found))
     return tuple(host for host, _, _ in known), tuple(map(known.index, found))
 
