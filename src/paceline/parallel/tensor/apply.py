@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -51,21 +52,25 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
     along = plan.sequence or Sequence()
     inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
     for taken in along.whole:  # before the entries' hooks, which see the whole sequence
-        change_input(modules[taken.module], taken.keys, _join_rows(axis))
+        change_input(modules[taken.module], taken.keys, partial(gather, axis=axis, dim=DIM))
     for name, sizes in plan.sizes.items():
         inside[name] = {spot: divide_size(dim, axis.size) for spot, dim in sizes.items()}
     late = _entries_after_cuts(plan)
     for entry in plan.entries:
         if entry in late:
             continue
-        change = _gather_rows(axis) if entry in along.entries else _copy(axis)
+        change = (
+            partial(gather_rows, axis=axis, dim=DIM) if entry in along.entries else partial(copy, axis=axis)
+        )
         if entry.keys:
             change_input(modules[entry.module], entry.keys, change)
         else:
             change_output(modules[entry.module], change, entry.number)
     for leaving in plan.exits:
         module = modules[leaving.module]
-        change = _add_up_rows(axis) if leaving in along.exits else _add_up(axis)
+        change = (
+            partial(add_up_rows, axis=axis, dim=DIM) if leaving in along.exits else partial(add_up, axis=axis)
+        )
         if leaving.spot is not None:
             is_lookup = leaving.kind == "lookup call"
             sums = add_up_lookup(change, axis) if is_lookup else add_up_call(change)
@@ -103,9 +108,9 @@ def divide_stretches(model: nn.Module, plan: SplitPlan, axis: Axis) -> None:
     """
     for stretch in (plan.sequence or Sequence()).stretches:
         change_input(model.get_submodule(stretch.first), stretch.keys, _take_rows(axis))
-        change_output(model.get_submodule(stretch.last), _join_rows(axis))
+        change_output(model.get_submodule(stretch.last), partial(gather, axis=axis, dim=DIM))
     for entry in _entries_after_cuts(plan):
-        change_input(model.get_submodule(entry.module), entry.keys, _gather_rows(axis))
+        change_input(model.get_submodule(entry.module), entry.keys, partial(gather_rows, axis=axis, dim=DIM))
 
 
 def _entries_after_cuts(plan: SplitPlan) -> list[CutBoundary]:
@@ -152,26 +157,6 @@ def _cut_outputs(model: nn.Module, outputs: dict[int, Split], axis: Axis) -> Non
         return tree_unflatten(leaves, structure)
 
     register_before_users(model, hook)
-
-
-def _copy(axis: Axis) -> Change:
-    return lambda tensor: copy(tensor, axis)
-
-
-def _add_up(axis: Axis) -> Change:
-    return lambda tensor: add_up(tensor, axis)
-
-
-def _gather_rows(axis: Axis) -> Change:
-    return lambda tensor: gather_rows(tensor, axis, DIM)
-
-
-def _add_up_rows(axis: Axis) -> Change:
-    return lambda tensor: add_up_rows(tensor, axis, DIM)
-
-
-def _join_rows(axis: Axis) -> Change:
-    return lambda tensor: gather(tensor, axis, DIM)
 
 
 def _take_rows(axis: Axis) -> Change:
