@@ -148,7 +148,7 @@ class Watcher(Protocol):
         """Record that a rank has failed, with this exit code or signal; the others run until this returns."""
 
     def note_loss(self) -> None:
-        """Record that a node of the job is lost, so that `note_failure` waits no longer for its report."""
+        """Record that another node has ended the round, for which `note_failure` stops waiting."""
 
     def explain_failure(self) -> WatchMessage | None:
         """Return why ranks failed of an error elsewhere; `None` if no such cause is known."""

@@ -218,6 +218,8 @@ class _Agent(SteppedAgent):
 
     def restart_ranks(self, group: WorkerGroup) -> None:
         news = None if self._members is None else self._members.news
+        if news is not None:
+            self._rounds.on_loss()  # the reason is known, and the watcher need not wait for other nodes
         if self._members is None or not self._members.lost:
             self.stop_ranks(group)
         for rank in self._ranks.latest:

@@ -355,7 +355,7 @@ class Attempts:
         number: how often ranks were started, less one.
         on_start: called before ranks start, with this node's number, the number of nodes, host and port of
             the store where the ranks meet, and `number`.
-        on_loss: called when a node of the round is lost.
+        on_loss: called when the round is over because of another node.
         on_restart: called when the ranks of a round have been stopped, with the restarts that are left, and
             with the reason if the nodes have changed.
         find_missing_files: returns the error of ranks that need files of other nodes, if they failed of that.

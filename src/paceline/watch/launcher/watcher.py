@@ -91,7 +91,7 @@ class RankWatcher:
         self._ends = threading.Event()
         self._failed = threading.Event()
         self._has_explained = threading.Event()
-        self._has_lost_node = threading.Event()
+        self._is_over = threading.Event()
         self._forget()
         self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
@@ -117,7 +117,7 @@ class RankWatcher:
         self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
         self._not_finite, self._slow = FirstNotFinite(), SlowRanks(_read_source)
         self._facts = FactBook(RULES, self._unwanted)
-        for event in (self._failed, self._has_explained, self._has_lost_node):
+        for event in (self._failed, self._has_explained, self._is_over):
             event.clear()
 
     def note_failure(self, rank: int, status: int) -> None:
@@ -131,8 +131,8 @@ class RankWatcher:
             )
 
     def note_loss(self) -> None:
-        """Take note that another node is lost, which explains failures: stop waiting for its report."""
-        self._has_lost_node.set()
+        """Take note that another node has ended the round, which explains failures: wait no longer."""
+        self._is_over.set()
 
     def explain_failure(self) -> WatchMessage | None:
         """Return why ranks failed, if mismatched collectives or an ended peer are known to be the cause."""
@@ -368,10 +368,10 @@ class RankWatcher:
         self._publish(self._clock.read(time.monotonic()), seen)
         ends_s = time.monotonic() + _NODES_S - EVERY_S
         joined, is_complete = seen, not is_felt(seen)
-        while not (is_complete or self._has_lost_node.is_set()) and time.monotonic() < ends_s:
+        while not (is_complete or self._is_over.is_set()) and time.monotonic() < ends_s:
             self._receive(0.25)
             joined, is_complete = merge(seen, self._board.read())
-        if not self._has_lost_node.is_set():
+        if not self._is_over.is_set():
             # The store may end with this node or with theirs, so the others get time to read.
             self._ends.wait(EVERY_S)
         self._board.close()
