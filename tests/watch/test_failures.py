@@ -144,7 +144,7 @@ def test_a_peer_that_ended_on_another_node_is_named(tmp_path: Path, nodes: Nodes
     with nodes, ExitStack() as stack:
         jobs = run_on_both(stack, nodes, tmp_path, "exit")
         assert jobs[0].wait(_END_S) == 1
-        assert "rank 1 never reached all_reduce number 4 of world, in which rank 0 was" in jobs[0].text
+        assert "rank 1 never reached all_reduce number 4 of world, where rank 0 has" in jobs[0].text
         assert at("EXITS") in jobs[0].text
 
 
@@ -177,4 +177,3 @@ def test_ranks_of_a_function() -> None:
     with pytest.raises(JobStuck, match=r"different sizes in all_reduce .*\[PL803\]") as raised:
         local.launch(reduce_two_sizes, nproc=2, args=((3, 40),), watcher=watcher)
     assert "rank 0 gives [3] at " in raised.value.message.text
-    assert "Rank 0 was killed by SIGABRT" in raised.value.message.text
