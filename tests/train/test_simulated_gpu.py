@@ -70,6 +70,26 @@ def test_a_step_waits_for_the_device_once(loss: str, settings: dict[str, Any]) -
             assert waits.places == THE_WAIT, number
 
 
+def test_a_step_of_a_users_own_loop_waits_for_loss_and_norm() -> None:
+    with simulated_gpu(2, 1) as waits:
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        example = {"x": torch.zeros(2, 8), "y": torch.zeros(2, dtype=torch.int64)}
+        loop = paceline.Loop(model, optimizer, layout="dp_replicate=2", example=example, microbatch_size=2)
+        samples = torch.utils.data.DataLoader(
+            [{"x": torch.zeros(8), "y": torch.tensor(0)}] * 24, batch_size=12
+        )
+        for step in loop.loader(samples, epochs=1, pin_memory=False):
+            waits.places.clear()
+            for batch in step:
+                torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+            step.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert waits.places == [*THE_WAIT, "train/own_step.py:clip_grad_norm_"]
+        assert waits.streams.races == []
+
+
 def test_an_agreement_is_filled_without_waiting() -> None:
     with simulated_gpu() as waits:
         agreement = Agreement(2, 0, 3, GPU, None)

@@ -127,10 +127,14 @@ class Agreement:
             else:
                 self._vector[place].copy_(number.detach())
 
-    def add_statistics(self, index: int, statistics: Tensor) -> None:
+    def add_statistics(self, index: int, *statistics: Tensor) -> None:
         """Add to the statistics in the slot of microbatch `index`; stages each have those of some layers."""
-        start = self._first + index * self._width
-        self._vector[start + _NUM_FIXED : start + self._width] += statistics.to(self._vector.device)
+        start = self._first + index * self._width + _NUM_FIXED
+        for part in statistics:
+            if part.device != self._vector.device:  # from locked memory, as in `_place`
+                part = part.pin_memory().to(self._vector.device, non_blocking=True)
+            self._vector[start : start + len(part)] += part
+            start += len(part)
 
     def put_used(self, used: list[bool]) -> None:
         """Mark the parameters that got a gradient on this rank."""

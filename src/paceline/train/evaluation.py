@@ -144,7 +144,11 @@ def evaluate(
         sums += [
             weigh(metric(output, batch), samples, by=f"the metric {name!r}") for name, metric in means.items()
         ]
-        row = torch.stack([value.double().to(precision.device) for pair in sums for value in pair])
+        numbers = [value.double() for pair in sums for value in pair]
+        # A copy from the host would wait for the device.
+        row = torch.stack(
+            [n.new_full((), n.item(), device=precision.device) if n.is_cpu else n for n in numbers]
+        )
         whole = make_whole(output) if wholes else output
         return row, [each.select(whole, batch) for each in wholes]
 

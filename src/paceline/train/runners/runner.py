@@ -412,9 +412,8 @@ class Runner(ABC):
         loss_sum = torch.tensor(math.nan) if each.loss_sum is None else each.loss_sum  # of a plain backward
         work.launch.agreement.put_microbatch(each.index, loss_sum, each.weight)
         if self._statistics.num_values or each.means is not None:
-            found = self._statistics.read_microbatch()
-            found = found if each.means is None else torch.cat([found, each.means.to(found.device)])
-            work.launch.agreement.add_statistics(each.index, found)
+            means = () if each.means is None else (each.means,)
+            work.launch.agreement.add_statistics(each.index, self._statistics.read_microbatch(), *means)
 
     def _start(self, work: Work, index: int | str, batch: Any) -> Any:
         """Set generators and statistics for microbatch `index`; return its batch on the device."""
