@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -164,7 +165,9 @@ class StateCopy:
     def _run(self) -> None:
         error: PacelineError | None = None
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):
+            # Without a stream, torch would start CUDA on a machine that has it.
+            on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with torch.no_grad(), on_stream:
                 error = self._copy_late()
             if self._event is not None:
                 self._event.record(self._stream)

@@ -95,7 +95,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _read_generators() -> dict[str, Any]:
     numpy: Any = np.random.get_state(legacy=True)
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return {
         "random": random.getstate(),
         "numpy.random": (numpy[1].tobytes(), *numpy[2:]),

@@ -21,6 +21,7 @@ waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -158,7 +159,8 @@ class BucketSums:
         one = _Bucket(parameters, views, part)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # no stream is the current one
+        # Without a stream, torch would start CUDA on a machine that has it.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self.ranks.slots is not None:
                 self._sum_slots(one)
             else:
