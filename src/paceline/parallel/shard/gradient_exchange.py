@@ -104,13 +104,16 @@ class GatherChunks(AllGather):
     Args:
         rounds: of this model.
         number: of the group.
+        on_cpu: whether the model is on the CPU. Then the gather always runs asynchronously, so that a
+            prefetched one overlaps with compute; fully_shard waits for it before the parameters are used.
 
     Communication: (n-1)/n times the group's bytes, received by every rank of dp_shard.
     """
 
-    def __init__(self, rounds: StepProgress, number: int) -> None:
+    def __init__(self, rounds: StepProgress, number: int, on_cpu: bool) -> None:
         self._rounds = rounds
         self._number = number
+        self._on_cpu = on_cpu
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -126,10 +129,23 @@ class GatherChunks(AllGather):
                     row.copy_(input_tensor)
             return None
         self._rounds.note(2 * self._number)
+        work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._on_cpu)
+        return _TimedWork(work, self._rounds) if self._on_cpu else work
+
+
+class _TimedWork(dist.Work):
+    """A collective in progress on the CPU; the time that a rank waits for it is counted."""
+
+    def __init__(self, work: dist.Work, rounds: StepProgress) -> None:
+        super().__init__()
+        self._work = work
+        self._rounds = rounds
+
+    def wait(self, *args: Any) -> bool:
         started_s = time.perf_counter()
-        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        done = self._work.wait(*args)
         self._rounds.waited_s += time.perf_counter() - started_s
-        return work
+        return done
 
 
 class ChunkSum(ReduceScatter):

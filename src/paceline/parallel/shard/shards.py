@@ -118,6 +118,7 @@ class Shards:
         self._rounds = StepProgress()
         self._is_in_round = False
         self.units = apply_sharding(model, mesh.shard_mesh, settings, zero=zero, offload=offload, apart=apart)
+        on_cpu = mesh.device.type == "cpu"
         ranks = RankSum(
             exact_group,
             mesh.device,
@@ -128,7 +129,7 @@ class Shards:
         )
         self._chunks = [ChunkSum(self._rounds, number, ranks) for number in range(len(self.units))]
         for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
-            unit.module.set_custom_all_gather(GatherChunks(self._rounds, number))
+            unit.module.set_custom_all_gather(GatherChunks(self._rounds, number, on_cpu))
             unit.module.set_custom_reduce_scatter(chunks)
         ranks = RankSum(exact_group, mesh.device, is_exact=self._is_exact, replicas=mesh.dp)
         self._whole = WholeParameters(model, self._rounds, ranks, apart)
