@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import find_checkpoint, hash_tensors, load_checkpoint
+from paceline.checkpoint import find_checkpoint, hash_tensors
 from paceline.checkpoint.tensors import tensor_bytes
 from paceline.train.metrics import read_rows
 from tests.chaos.faults import KINDS
 from tests.chaos.start import Start
+from tests.checkpoint.states import load_checkpoint
 
 # What a step computed; the rest of a row is time and memory.
 _COMPUTED = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "skipped")

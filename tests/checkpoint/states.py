@@ -6,6 +6,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded, load
-from paceline.checkpoint.content import PreparedShare, prepare_whole, write_files
+from paceline.checkpoint.content import PreparedShare, prepare_whole, read_all, write_files
 from paceline.checkpoint.hashed import FileRecord
-from paceline.checkpoint.load import find_newest, read
+from paceline.checkpoint.load import check_usable, find_newest, open_usable
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import OpenFiles, plan_tensors, read_infos, read_into, torch_dtype
@@ -57,6 +58,19 @@ def make_state(step: int) -> dict[str, Any]:
     }
 
 
+def read(path: Path) -> Loaded:
+    """Return a checkpoint that has been found usable, all of it in memory."""
+    found = open_usable(path)
+    model, optimizer, state = map(read_all, (found.model, found.optimizer, found.state))
+    return replace(found, model=model, optimizer=optimizer, state=state)
+
+
+def load_checkpoint(path: str | Path) -> Loaded:
+    """Check every hash of a checkpoint and read it."""
+    check_usable(Path(path))
+    return read(Path(path))
+
+
 def load_newest(folder: CheckpointFolder, on_skip: Any = load.warn_of_skip) -> Loaded | None:
     """Return the newest valid checkpoint, all of it in memory."""
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +79,7 @@ def load_newest(folder: CheckpointFolder, on_skip: Any = load.warn_of_skip) -> L
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """Return a tensor of a safetensors file, not an alias."""
+    """Return a tensor of a safetensors file."""
     info = read_infos(path)[name]
     whole, found = Part.all_of(info.shape), torch.empty(info.shape, dtype=torch_dtype(info.dtype))
     read_into(path, name, whole, whole, found, OpenFiles())
@@ -73,10 +87,8 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a safetensors file; aliases come back as the tensor they stand for."""
-    infos = read_infos(path)
-    stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
-    return {name: stored[info.alias_of or name] for name, info in infos.items()}
+    """Return all tensors of a safetensors file."""
+    return {name: read_tensor(path, name) for name in read_infos(path)}
 
 
 def write_tensors(

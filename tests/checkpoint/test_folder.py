@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import CheckpointFolder, files, is_usable, load_checkpoint, verify
+from paceline.checkpoint import CheckpointFolder, files, is_usable, verify
 from paceline.checkpoint.content import prepare_whole
 from paceline.checkpoint.manifest import FORMAT_VERSION, dump_manifest, read_manifest
 from paceline.errors import PacelineError
@@ -29,6 +29,7 @@ from tests.checkpoint.states import (
     assert_loaded,
     assert_same,
     list_names,
+    load_checkpoint,
     load_newest,
     make_model,
     save,

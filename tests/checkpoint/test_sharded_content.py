@@ -22,7 +22,6 @@ from paceline.checkpoint import (
     hash_stored,
     hash_tensors,
     is_usable,
-    load_checkpoint,
     open_usable,
     tree,
     verify,
@@ -33,7 +32,7 @@ from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, rea
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.summary import summarize
 from paceline.errors import PacelineError
-from tests.checkpoint.states import RECIPE, assert_same, make_state, write_tensors
+from tests.checkpoint.states import RECIPE, assert_same, load_checkpoint, make_state, write_tensors
 
 WEIGHT, BIAS = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)
 MODEL = {"bias": BIAS, "head": WEIGHT, "weight": WEIGHT}

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.checkpoint import find_best, load_checkpoint
+from paceline.checkpoint import find_best
 from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.recipe import parse_recipe
 from paceline.train.run import train_recipe
+from tests.checkpoint.states import load_checkpoint
 from tests.dist.pool import Pool
 
 VALUES = [5.0, 4.0, float("nan"), 4.5, 3.0, 3.5, 3.0, 9.0]

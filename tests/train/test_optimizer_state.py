@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint import CheckpointFolder, load_checkpoint
+from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content import prepare_whole
 from paceline.errors import PacelineError
 from paceline.train.optimizer_state import load_optimizer_state_by_name, optimizer_state_by_name
-from tests.checkpoint.states import assert_same, save_content
+from tests.checkpoint.states import assert_same, load_checkpoint, save_content
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:

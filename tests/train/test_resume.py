@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint import files as checkpoint_files
-from paceline.checkpoint import find_checkpoint, hash_tensors, load_checkpoint
+from paceline.checkpoint import find_checkpoint, hash_tensors
 from paceline.errors import PacelineError
 from paceline.train.stopping import Stopped
 from paceline.train.trainer import Trainer
+from tests.checkpoint.states import load_checkpoint
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import apart, tensors_apart
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import find_checkpoint, hash_tensors, load_checkpoint
+from paceline.checkpoint import find_checkpoint, hash_tensors
 from paceline.errors import PacelineError
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import count_steps, train_recipe
 from paceline.train.state.run_folder import claim_run_folder
 from paceline.train.stopping import Stopped
+from tests.checkpoint.states import load_checkpoint
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import digits_recipe, text_recipe
 

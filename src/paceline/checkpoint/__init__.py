@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         find_best,
         find_checkpoint,
         list_at,
-        load_checkpoint,
         open_usable,
     )
     from paceline.checkpoint.validity import is_usable, verify
@@ -36,7 +35,6 @@ __all__ = [
     "hash_tensors",
     "is_usable",
     "list_at",
-    "load_checkpoint",
     "open_usable",
     "verify",
 ]
@@ -53,7 +51,6 @@ _HOMES = {
     "hash_tensors": "fingerprint",
     "is_usable": "validity",
     "list_at": "load",
-    "load_checkpoint": "load",
     "open_usable": "load",
     "verify": "validity",
 }

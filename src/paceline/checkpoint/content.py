@@ -109,15 +109,21 @@ def prepare_whole(
     for name, tensor in model.items():
         refuse_unstorable(f"{MODEL}.{name}", tensor)
     encoded = {name: tree.encode(held, name) for name, held in zip(TREES, (optimizer, state), strict=True)}
-    tensors: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
-    for group, held in [(MODEL, model), *((name, found) for name, (_, found) in encoded.items())]:
-        aliases = find_aliases(held)
-        tied |= {f"{group}/{name}": f"{group}/{kept}" for name, kept in aliases.items()}
-        tensors |= {f"{group}/{name}": each for name, each in held.items() if name not in aliases}
+    held = {MODEL: model, **{name: found for name, (_, found) in encoded.items()}}
+    tensors = {f"{group}/{name}": each for group, own in held.items() for name, each in own.items()}
+    tied = find_tied(tensors)
+    tensors = {name: each for name, each in tensors.items() if name not in tied}
     num_bytes = sum(each.numel() * each.element_size() for each in tensors.values())
     structures = {name: structure for name, (structure, _) in encoded.items()}
     return PreparedShare(0, tensors, {}, num_bytes, tied, structures, recipe_toml)
+
+
+def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names that share the memory of another tensor of their group, with its name."""
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(name.partition("/")[0], {})[name] = tensor
+    return {name: kept for held in groups.values() for name, kept in find_aliases(held).items()}
 
 
 def write_files(plans: Iterable[FilePlan], folder: Path) -> dict[str, FileRecord]:
@@ -274,7 +280,7 @@ class Stored:
                     f"{name} has shape {list(info.shape)}, and its part {list(part.shape)}",
                     file=file,
                 )
-            found = _StoredPart(file, info.alias_of or name, part, info.dtype)
+            found = _StoredPart(file, name, part, info.dtype)
             sources.setdefault(name, []).append(found)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.content import Stored, list_model, open_tree, read_all
+from paceline.checkpoint.content import Stored, list_model, open_tree
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
 from paceline.checkpoint.run_state import check_run_state, looks_like_a_run
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """The content of a checkpoint; all tensors are on the CPU, or unread (`StoredTensor`).
+    """The content of a checkpoint, its tensors unread (`StoredTensor`).
 
     Attributes:
         path: its folder.
@@ -144,17 +144,6 @@ def list_at(path: str | Path) -> list[Path]:
     )
 
 
-def load_checkpoint(path: str | Path) -> Loaded:
-    """Check every hash of one checkpoint and read it.
-
-    Raises:
-        PacelineError: the first finding of `verify` that makes it unusable.
-    """
-    path = Path(path)
-    check_usable(path)
-    return read(path)
-
-
 def check_usable(path: Path) -> None:
     """Raise a `PacelineError` with the first finding that makes a checkpoint unusable."""
     findings = verify(path)
@@ -196,24 +185,6 @@ def open_usable(path: Path) -> Loaded:
             identity=manifest.identity,
         )
     except (OSError, ValueError, RecursionError) as error:
-        raise unreadable_error(path, error) from error
-
-
-def read(path: Path) -> Loaded:
-    """Read a checkpoint that `verify` has just found usable.
-
-    Raises:
-        PacelineError: PL506 for files that do not fit together.
-    """
-    found = open_usable(path)
-    try:
-        return replace(
-            found,
-            model=read_all(found.model),
-            optimizer=read_all(found.optimizer),
-            state=read_all(found.state),
-        )
-    except (OSError, ValueError) as error:
         raise unreadable_error(path, error) from error
 
 

@@ -4,8 +4,7 @@ The file is plain safetensors (an 8-byte length, a JSON header, the bytes; see
 https://github.com/huggingface/safetensors#format), and the safetensors library reads it. It is written here
 rather than by the library for three reasons: tensors are copied from their device and hashed one by one, so
 that a save needs memory for one tensor and never reads the disk; every write goes through `files.py`; and
-tied tensors are stored once, with the other names in the header's
-`__metadata__.aliases`.
+complex128 can be stored.
 """
 
 from __future__ import annotations
@@ -160,18 +159,16 @@ def piece_bytes(piece: bytes | torch.Tensor) -> int:
 def plan_tensors(
     name: str, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FilePlan:
-    """Plan a safetensors file. Tied tensors are stored once.
+    """Plan a safetensors file.
 
     Args:
         name: of the file.
         tensors: each fit to be stored (`why_not_storable`), of any device.
-        metadata: for the header, beside the names of tied tensors.
+        metadata: for the header.
     """
-    aliases = find_aliases(tensors)
-    described = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
     begin, order = _plan_header(
-        tuple((name, each.dtype, each.shape) for name, each in tensors.items() if name not in aliases),
-        tuple((described | dict(metadata or {})).items()),
+        tuple((name, each.dtype, each.shape) for name, each in tensors.items()),
+        tuple((metadata or {}).items()),
     )
     return FilePlan(name, (begin, *(tensors[each] for each in order)))
 
@@ -337,7 +334,7 @@ def read_into(
 
     Args:
         path: of the file.
-        name: of the tensor, not of an alias.
+        name: of the tensor.
         source: the part of the whole that the tensor is.
         wanted: the part to read.
         found: its values, filled in where the tensor has them.
@@ -398,17 +395,4 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         for name in file.keys:
             part = file.get_slice(name)
             infos[name] = TensorInfo(str(part.get_dtype()), tuple(part.get_shape()))
-        aliases = _read_aliases(metadata, infos)
-    for name, kept in aliases.items():
-        infos[name] = TensorInfo(infos[kept].dtype, infos[kept].shape, alias_of=kept)
     return dict(sorted(infos.items())), metadata
-
-
-def _read_aliases(metadata: Mapping[str, str], stored: Iterable[str]) -> dict[str, str]:
-    aliases = json.loads(metadata.get("aliases", "{}"))
-    names = list(stored)
-    if not isinstance(aliases, dict) or any(
-        name in names or kept not in names for name, kept in aliases.items()
-    ):
-        raise ValueError("its aliases do not fit its tensors")
-    return aliases

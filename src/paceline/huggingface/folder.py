@@ -73,7 +73,7 @@ def open_weights(folder: Path) -> dict[str, Weight]:
             )
         for name, info in infos.items():
             dtype, shape = torch_dtype(info.dtype), info.shape
-            found[name] = Weight(shape, dtype, _FileReader(path, places[info.alias_of or name], dtype, shape))
+            found[name] = Weight(shape, dtype, _FileReader(path, places[name], dtype, shape))
     return found
 
 

@@ -24,7 +24,6 @@ from paceline.checkpoint import (
     hash_stored,
     hash_tensors,
     list_at,
-    load_checkpoint,
     open_usable,
     verify,
 )
@@ -36,6 +35,7 @@ from paceline.models.gpt import Gpt
 from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import GptModel
+from tests.checkpoint.states import load_checkpoint
 from tests.dist.pool import Pool, RankError
 from tests.train.test_layout_checkpoints import (
     Tracker,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import tree
-from paceline.checkpoint.content import MODEL, PreparedShare, prepare_whole
+from paceline.checkpoint.content import MODEL, PreparedShare, find_tied, prepare_whole
 from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
@@ -126,13 +126,15 @@ def prepare_share(rank: int, state: RunState) -> tuple[PreparedShare, str]:
     if rank != 0:
         share = PreparedShare(rank, tensors, parts, num_bytes, late=frozenset(late))
         return share, digest
+    aliases = find_tied(plain)
+    plain = {name: tensor for name, tensor in plain.items() if name not in aliases}
     num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in plain.values())
     share = PreparedShare(
         rank,
         plain | tensors,
         parts,
         num_bytes,
-        tied,
+        {name: aliases.get(kept, kept) for name, kept in tied.items()} | aliases,
         structures,
         state.recipe_toml,
         late=frozenset(late),
