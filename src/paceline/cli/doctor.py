@@ -130,6 +130,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def _find_meeting(args: argparse.Namespace) -> tuple[str | None, int]:
     """Return the first node and the port, from the flags or a scheduler's variables; no host for one
     machine."""
+    from paceline.launching.members.endpoints import read_endpoints
     from paceline.place import is_launched, read_environment
 
     if args.nnodes is None and args.rdzv_endpoint is None and is_launched(os.environ):
@@ -151,14 +152,7 @@ def _find_meeting(args: argparse.Namespace) -> tuple[str | None, int]:
             "The nodes of a check meet at the first of them.",
             "Pass both on each node: --nnodes 4 --rdzv-endpoint node0",
         )
-    host, colon, port = args.rdzv_endpoint.rpartition(":")
-    if not colon or (args.rdzv_endpoint.count(":") > 1 and not host.endswith("]")):
-        host, port = args.rdzv_endpoint, str(_PORT)
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise _refuse(
-            f"port {port!r}.", "A port is a number up to 65535.", "Write HOST:PORT, such as node0:29500."
-        )
-    return host.strip("[]"), int(port)
+    return read_endpoints(args.rdzv_endpoint, _PORT)[0]
 
 
 def _refuse(saw: str, rule: str, fix: str) -> PacelineError:

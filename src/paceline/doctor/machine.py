@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,21 +61,27 @@ class Machine:
         return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checked:
     """The result of a check.
 
     Attributes:
         name: of the check.
+        code: of its findings.
         said: a line for people: what was seen.
         findings: what should be changed before training.
         facts: values by name that should be the same on all nodes of a job.
     """
 
     name: str
-    said: str
-    findings: Sequence[Finding] = ()
+    code: str
+    said: str = ""
+    findings: list[Finding] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, saw: str, rule: str, fix: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(self.code, self.name, saw, rule, fix))
 
 
 def read_number(machine: Machine, path: str) -> int | None:
@@ -93,8 +99,3 @@ def read_table(machine: Machine, path: str) -> dict[str, int]:
         if words and words[0].isdigit():
             table[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
     return table
-
-
-def select(findings: Iterable[Finding | None]) -> tuple[Finding, ...]:
-    """Return the findings without the places where nothing was found."""
-    return tuple(finding for finding in findings if finding is not None)

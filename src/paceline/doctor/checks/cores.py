@@ -7,11 +7,8 @@ thread for each core that it sees, and the kernel stops all of them for the rest
 
 from __future__ import annotations
 
-from paceline.doctor.machine import Checked, Machine, read_number, select
-from paceline.finding import Finding
+from paceline.doctor.machine import Checked, Machine, read_number
 from paceline.place import usable_cores
-
-NAME = "cores"
 
 
 def check(machine: Machine) -> Checked:
@@ -21,32 +18,24 @@ def check(machine: Machine) -> Checked:
     ranks = machine.num_ranks or 1
     threads = machine.environ.get("OMP_NUM_THREADS", "")
     asked = ranks * (int(threads) if threads.isdigit() else 1)
-    findings = [
-        Finding(
-            "PL970",
-            NAME,
-            saw=f"the cgroup's quota is {quota:g} cores, and {cores} are visible.",
-            rule="Libraries start a thread per visible core, and the kernel then stops all of them for a "
-            "part of "
+    said = f"{cores} usable" + (f", quota {quota:g}" if quota is not None else "")
+    checked = Checked("cores", "PL970", said)
+    if quota is not None and quota < 0.9 * cores and not threads:
+        checked.find(
+            f"the cgroup's quota is {quota:g} cores, and {cores} are visible.",
+            "Libraries start a thread per visible core, and the kernel then stops all of them for a part of "
             "each period.",
-            fix=f"Raise the quota to {cores}, restrict the process to as many cores as the quota has "
+            f"Raise the quota to {cores}, restrict the process to as many cores as the quota has "
             f"(taskset, cpuset), or set OMP_NUM_THREADS={max(1, int(quota // ranks))}.",
         )
-        if quota is not None and quota < 0.9 * cores and not threads
-        else None,
-        Finding(
-            "PL970",
-            NAME,
-            saw=f"{ranks} ranks with {asked // ranks} threads each, and {usable:g} cores.",
-            rule="Ranks that share a core wait for each other in every collective.",
-            fix=f"Start {max(1, int(usable))} ranks or fewer here"
+    if asked > usable:
+        checked.find(
+            f"{ranks} ranks with {asked // ranks} threads each, and {usable:g} cores.",
+            "Ranks that share a core wait for each other in every collective.",
+            f"Start {max(1, int(usable))} ranks or fewer here"
             + (", or set OMP_NUM_THREADS=1." if asked > ranks else "."),
         )
-        if asked > usable
-        else None,
-    ]
-    said = f"{cores} usable" + (f", quota {quota:g}" if quota is not None else "")
-    return Checked(NAME, said, select(findings))
+    return checked
 
 
 def _read_quota(machine: Machine) -> float | None:

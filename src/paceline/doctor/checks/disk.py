@@ -13,11 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from paceline.doctor.machine import Checked, Machine, select
-from paceline.finding import Finding
+from paceline.doctor.machine import Checked, Machine
 from paceline.units import format_bytes, format_seconds
 
-NAME = "disk"
 _LEAST_FREE, _LEAST_FILES, _SLOW_S = 2 << 30, 1000, 0.5
 _TRIES, _SIZE = 3, 1 << 20
 
@@ -28,43 +26,39 @@ def check(machine: Machine) -> Checked:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     kind = find_type(machine, folder)
+    checked = Checked("disk", "PL974", f"{folder} ({kind}) cannot be written to")
     try:
         seconds = _measure_sync(folder)
     except OSError as error:
-        finding = _describe(
+        checked.find(
             f"a file in {folder} could not be written: {error.strerror}.",
             "Checkpoints, metrics and logs are written there.",
             "Name a folder that you may write to, or mount the disk for writing.",
         )
-        return Checked(NAME, f"{folder} ({kind}) cannot be written to", (finding,))
+        return checked
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
-    findings = [
-        _describe(
+    checked.said = f"{folder} ({kind}), {format_bytes(free)} free, a MiB on disk in {format_seconds(seconds)}"
+    if free < _LEAST_FREE:
+        checked.find(
             f"{format_bytes(free)} are free in {folder}.",
             "A checkpoint takes three times the parameters' bytes and more, and two exist while one is "
             "written.",
             "Make room, or name another folder.",
         )
-        if free < _LEAST_FREE
-        else None,
-        _describe(
+    if status.f_files and status.f_favail < _LEAST_FILES:
+        checked.find(
             f"{status.f_favail} files can still be made in {folder}.",
             "A run makes some hundred.",
             "Delete small files there, or name another folder.",
         )
-        if status.f_files and status.f_favail < _LEAST_FILES
-        else None,
-        _describe(
+    if seconds > _SLOW_S:
+        checked.find(
             f"a MiB needs {format_seconds(seconds)} until it is on the disk of {folder}.",
             "Each save waits for its files.",
             "Name a folder on a faster disk, or save asynchronously.",
         )
-        if seconds > _SLOW_S
-        else None,
-    ]
-    said = f"{folder} ({kind}), {format_bytes(free)} free, a MiB on disk in {format_seconds(seconds)}"
-    return Checked(NAME, said, select(findings))
+    return checked
 
 
 def find_type(machine: Machine, folder: Path) -> str:
@@ -99,7 +93,3 @@ def _measure_sync(folder: Path) -> float:
                     os.remove(name)
         seconds.append(time.perf_counter() - started_s)
     return median(seconds)
-
-
-def _describe(saw: str, rule: str, fix: str) -> Finding:
-    return Finding("PL974", NAME, saw, rule, fix)

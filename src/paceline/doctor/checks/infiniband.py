@@ -7,9 +7,7 @@ through Ethernet, at a tenth of the speed and without a word.
 from __future__ import annotations
 
 from paceline.doctor.machine import Checked, Machine, read_number
-from paceline.finding import Finding
 
-NAME = "InfiniBand"
 _FOLDER = "sys/class/infiniband"
 _COUNTERS = ("link_downed", "symbol_error", "port_rcv_errors", "local_link_integrity_errors")
 
@@ -26,53 +24,40 @@ def check(machine: Machine) -> Checked:
         for device in list_devices(machine)
         for port in machine.list(f"{_FOLDER}/{device}/ports")
     ]
+    checked, rates = Checked("InfiniBand", "PL981", "none"), {}
     if not ports:
-        return Checked(NAME, "none")
-    findings, rates = [], {}
+        return checked
     for name, path in ports:
         state, rate = machine.read(f"{path}/state") or "", machine.read(f"{path}/rate") or "unknown"
         if "ACTIVE" not in state:
-            findings.append(
-                _describe(
-                    f"{name} is {state.partition(':')[2].strip() or 'not active'}.",
-                    "NCCL uses what is left, down to Ethernet.",
-                    "Look at the cable, the switch's port and the subnet manager (ibstat).",
-                )
+            checked.find(
+                f"{name} is {state.partition(':')[2].strip() or 'not active'}.",
+                "NCCL uses what is left, down to Ethernet.",
+                "Look at the cable, the switch's port and the subnet manager (ibstat).",
             )
             continue
         rates[name] = rate
         for counter in _COUNTERS:
             count = read_number(machine, f"{path}/counters/{counter}")
             if count:
-                findings.append(
-                    _describe(
-                        f"{name} counts {counter} {count} times.",
-                        "A link with errors sends packets again, or drops for seconds.",
-                        "Replace the cable, clear the counters (perfquery -R) and look again.",
-                    )
+                checked.find(
+                    f"{name} counts {counter} {count} times.",
+                    "A link with errors sends packets again, or drops for seconds.",
+                    "Replace the cable, clear the counters (perfquery -R) and look again.",
                 )
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name} {rate}" for name, rate in rates.items())
-        findings.append(
-            _describe(
-                f"the ports differ: {listed}.",
-                "Each rank of a node uses its own; the slowest sets the pace.",
-                "Look at the slow one's cable and slot.",
-            )
+        checked.find(
+            f"the ports differ: {listed}.",
+            "Each rank of a node uses its own; the slowest sets the pace.",
+            "Look at the slow one's cable and slot.",
         )
     if rates and machine.environ.get("NCCL_IB_DISABLE") == "1":
-        findings.append(
-            _describe(
-                "NCCL_IB_DISABLE=1, and there are active ports.",
-                "NCCL then goes through Ethernet.",
-                "Unset it.",
-            )
+        checked.find(
+            "NCCL_IB_DISABLE=1, and there are active ports.", "NCCL then goes through Ethernet.", "Unset it."
         )
     direct = any("nvidia_peermem" in name or "nv_peer_mem" in name for name in machine.list("sys/module"))
     said = ", ".join(sorted(set(rates.values()))) or "no active port"
     said += ", GPUDirect module loaded" if direct else ""
-    return Checked(NAME, f"{len(rates)} of {len(ports)} ports active: {said}", findings, {"InfiniBand": said})
-
-
-def _describe(saw: str, rule: str, fix: str) -> Finding:
-    return Finding("PL981", NAME, saw, rule, fix)
+    checked.said, checked.facts = f"{len(rates)} of {len(ports)} ports active: {said}", {"InfiniBand": said}
+    return checked

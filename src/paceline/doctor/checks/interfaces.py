@@ -6,15 +6,11 @@ names a bridge of containers sends traffic where no other node is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psutil
 
 from paceline.doctor.machine import Checked, Machine
-from paceline.finding import Finding
 from paceline.phrases import name_some
 
-NAME = "interfaces"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lo")
 
@@ -26,12 +22,12 @@ def check(machine: Machine) -> Checked:
     route = find_route(machine)
     said = name_some([f"{name} (MTU {status[name].mtu})" for name in sorted(up)] or ["none is up besides lo"])
     said += f", default route by {route}" if route else ""
-    findings = []
+    facts = {"MTU": str(status[route].mtu)} if route in status else {}
+    checked = Checked("interfaces", "PL977", said, facts=facts)
     for variable in VARIABLES:
         if machine.environ.get(variable):
-            findings += list(_judge(variable, machine.environ[variable], status, up))
-    facts = {"MTU": str(status[route].mtu)} if route in status else {}
-    return Checked(NAME, said, findings, facts)
+            _judge(variable, machine.environ[variable], status, up, checked)
+    return checked
 
 
 def find_route(machine: Machine) -> str:
@@ -43,7 +39,7 @@ def find_route(machine: Machine) -> str:
     return ""
 
 
-def _judge(variable: str, value: str, status: dict[str, object], up: list[str]) -> Iterator[Finding]:
+def _judge(variable: str, value: str, status: dict[str, object], up: list[str], checked: Checked) -> None:
     """NCCL's values may begin with = (that name) or ^ (not these); its plain words are beginnings of
     names."""
     if value.startswith("^"):
@@ -60,10 +56,8 @@ def _judge(variable: str, value: str, status: dict[str, object], up: list[str]) 
             saw = f"{variable}={value}, a bridge between containers of this machine."
         else:
             continue
-        yield Finding(
-            "PL977",
-            NAME,
+        checked.find(
             saw,
-            rule="Ranks of other nodes connect to the address of this interface.",
-            fix=f"Unset {variable}, or name one of {name_some(sorted(up) or ['lo'])}.",
+            "Ranks of other nodes connect to the address of this interface.",
+            f"Unset {variable}, or name one of {name_some(sorted(up) or ['lo'])}.",
         )

@@ -7,9 +7,7 @@ no longer reads do nothing; those for debugging make every step slower.
 from __future__ import annotations
 
 from paceline.doctor.machine import Checked, Machine
-from paceline.finding import Finding
 
-NAME = "variables"
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "MASTER_", "UCX_", "TP_")
 _OBSOLETE = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -33,32 +31,21 @@ _JOBS = ("SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "TORCHELASTIC_RUN_I
 def check(machine: Machine) -> Checked:
     """Judge the variables that distributed training reads."""
     found = {name: value for name, value in sorted(machine.environ.items()) if name.startswith(_PREFIXES)}
-    findings = []
+    said = f"{len(found)} that training reads" + (f": {', '.join(found)}" if 0 < len(found) <= 4 else "")
+    checked = Checked("variables", "PL982", said, facts={f"${name}": each for name, each in found.items()})
     for name, new in _OBSOLETE.items():
         if name in found:
-            findings.append(
-                _describe(f"{name} is set.", "torch does not read it any more.", f"Set {new}, or unset it.")
-            )
+            checked.find(f"{name} is set.", "torch does not read it any more.", f"Set {new}, or unset it.")
     for name, value, effect in _SLOW:
         if found.get(name, "").upper() == value.upper():
-            findings.append(
-                _describe(
-                    f"{name}={value}.", f"With it, {effect}.", f"Unset {name} unless you look for a fault."
-                )
-            )
+            fix = f"Unset {name} unless you look for a fault."
+            checked.find(f"{name}={value}.", f"With it, {effect}.", fix)
     ranks = [name for name in _RANKS if machine.environ.get(name)]
     if ranks and not any(name in machine.environ for name in _JOBS):
-        findings.append(
-            _describe(
-                f"{', '.join(ranks)} set in a shell without a job.",
-                "A script that is started here believes that it is one of several ranks, and waits for the "
-                "others.",
-                f"unset {' '.join(ranks)}",
-            )
+        checked.find(
+            f"{', '.join(ranks)} set in a shell without a job.",
+            "A script that is started here believes that it is one of several ranks, and waits for the "
+            "others.",
+            f"unset {' '.join(ranks)}",
         )
-    said = f"{len(found)} that training reads" + (f": {', '.join(found)}" if 0 < len(found) <= 4 else "")
-    return Checked(NAME, said, findings, {f"${name}": value for name, value in found.items()})
-
-
-def _describe(saw: str, rule: str, fix: str) -> Finding:
-    return Finding("PL982", NAME, saw, rule, fix)
+    return checked

@@ -12,11 +12,10 @@ import time
 
 import psutil
 
-from paceline.doctor.machine import Checked, Machine, select
-from paceline.finding import Finding
+from paceline.doctor.machine import Checked, Machine
 from paceline.units import format_seconds
 
-NAME = "name"
+_RULE = "gloo and torch's store look up this name to learn the address that they give to the others."
 _SLOW_S = 1.0
 
 
@@ -24,34 +23,26 @@ def check(machine: Machine) -> Checked:
     """Look the name up, and compare the answer with the machine's own addresses."""
     del machine
     name, started_s = socket.gethostname(), time.perf_counter()
+    checked = Checked("name", "PL976", f"{name} stands for nothing")
     try:
         address = str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0]).partition("%")[0]
     except (OSError, UnicodeError) as error:
-        finding = _describe(
-            f"{name} does not resolve ({error.strerror if isinstance(error, OSError) else error}).",
-            f"Add a line to /etc/hosts: ADDRESS {name}.",
-        )
-        return Checked(NAME, f"{name} stands for nothing", (finding,))
+        saw = f"{name} does not resolve ({error.strerror if isinstance(error, OSError) else error})."
+        checked.find(saw, _RULE, f"Add a line to /etc/hosts: ADDRESS {name}.")
+        return checked
     took_s = time.perf_counter() - started_s
     own = {entry.address.partition("%")[0] for group in psutil.net_if_addrs().values() for entry in group}
-    is_own = address in own or ipaddress.ip_address(address).is_loopback
-    findings = [
-        _describe(
+    checked.said = f"{name} is {address}"
+    if address not in own and not ipaddress.ip_address(address).is_loopback:
+        checked.find(
             f"{name} stands for {address}, which is no address of this machine.",
+            _RULE,
             f"Correct the line of {name} in /etc/hosts, or the name server.",
         )
-        if not is_own
-        else None,
-        _describe(
+    if took_s > _SLOW_S:
+        checked.find(
             f"looking {name} up took {format_seconds(took_s)}.",
+            _RULE,
             "Add the name to /etc/hosts, or put a name server that answers first in /etc/resolv.conf.",
         )
-        if took_s > _SLOW_S
-        else None,
-    ]
-    return Checked(NAME, f"{name} is {address}", select(findings))
-
-
-def _describe(saw: str, fix: str) -> Finding:
-    rule = "gloo and torch's store look up this name to learn the address that they give to the others."
-    return Finding("PL976", NAME, saw, rule, fix)
+    return checked

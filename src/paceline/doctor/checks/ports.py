@@ -10,9 +10,7 @@ import socket
 import psutil
 
 from paceline.doctor.machine import Checked, Machine
-from paceline.finding import Finding
 
-NAME = "port"
 _DEFAULT = 29500
 
 
@@ -20,20 +18,19 @@ def check(machine: Machine) -> Checked:
     """Bind to the port, and name who holds it."""
     named = machine.environ.get("MASTER_PORT", "")
     port = machine.port or (int(named) if named.isdigit() else _DEFAULT)
+    checked = Checked("port", "PL978", f"{port} is free")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except OSError as error:
-        finding = Finding(
-            "PL978",
-            NAME,
-            saw=f"port {port} cannot be used: {error.strerror}{_name_holder(port)}.",
-            rule="The nodes of a job, or the ranks of a node, meet at a port.",
-            fix="End what holds it, or name another one with --rdzv-endpoint HOST:PORT or --master-port.",
+        checked.said = f"{port} is taken"
+        checked.find(
+            f"port {port} cannot be used: {error.strerror}{_name_holder(port)}.",
+            "The nodes of a job, or the ranks of a node, meet at a port.",
+            "End what holds it, or name another one with --rdzv-endpoint HOST:PORT or --master-port.",
         )
-        return Checked(NAME, f"{port} is taken", (finding,))
-    return Checked(NAME, f"{port} is free")
+    return checked
 
 
 def _name_holder(port: int) -> str:

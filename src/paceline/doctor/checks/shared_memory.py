@@ -11,45 +11,34 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.doctor.machine import Checked, Machine, select
-from paceline.finding import Finding
+from paceline.doctor.machine import Checked, Machine
 from paceline.units import format_bytes
 
-NAME = "/dev/shm"
 _LEAST_SIZE, _LEAST_FREE = 256 << 20, 128 << 20
+_RULE = "Workers of loaders hand over batches there, and NCCL connects GPUs of a node through it."
+_FIX = (
+    "In a container, give it more: docker run --shm-size=8g, or an emptyDir of medium Memory. Elsewhere "
+    "delete what ended jobs left there."
+)
 
 
 def check(machine: Machine) -> Checked:
     """Look at the size and the free part."""
-    folder = machine.root / "dev/shm"
+    folder, checked = machine.root / "dev/shm", Checked("/dev/shm", "PL972", "missing")
     try:
         status = os.statvfs(folder)
     except OSError:
-        return Checked(NAME, "missing", (_too_small("there is no /dev/shm."),))
+        checked.find("there is no /dev/shm.", _RULE, _FIX)
+        return checked
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    held = _count_held(folder)
-    findings = [
-        _too_small(f"{format_bytes(size)} in all.") if size < _LEAST_SIZE else None,
-        _too_small(
-            f"{format_bytes(free)} of {format_bytes(size)} are free; files of yours hold "
-            f"{format_bytes(held)}."
-        )
-        if size >= _LEAST_SIZE and free < _LEAST_FREE
-        else None,
-    ]
-    return Checked(NAME, f"{format_bytes(free)} of {format_bytes(size)} free", select(findings))
-
-
-def _too_small(saw: str) -> Finding:
-    return Finding(
-        "PL972",
-        NAME,
-        saw=saw,
-        rule="Workers of loaders hand over batches there, and NCCL connects GPUs of a node through it.",
-        fix="In a container, give it more: docker run --shm-size=8g, or an emptyDir of medium Memory. "
-        "Elsewhere "
-        "delete what ended jobs left there.",
-    )
+    checked.said = f"{format_bytes(free)} of {format_bytes(size)} free"
+    if size < _LEAST_SIZE:
+        checked.find(f"{format_bytes(size)} in all.", _RULE, _FIX)
+    elif free < _LEAST_FREE:
+        held = format_bytes(_count_held(folder))
+        saw = f"{format_bytes(free)} of {format_bytes(size)} are free; files of yours hold {held}."
+        checked.find(saw, _RULE, _FIX)
+    return checked
 
 
 def _count_held(folder: Path) -> int:

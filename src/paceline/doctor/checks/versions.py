@@ -14,10 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.doctor.checks.gpus import count_devices, query
-from paceline.doctor.machine import Checked, Machine, select
-from paceline.finding import Finding
+from paceline.doctor.machine import Checked, Machine
 
-NAME = "versions"
 _LEAST_TORCH = (2, 11)
 _PACKAGES = ("torch", "numpy", "paceline")
 
@@ -34,47 +32,40 @@ def check(machine: Machine) -> Checked:
     rows = query(machine, "driver_version")
     if rows:
         facts["driver"] = rows[0][0]
-    findings = [_check_torch(facts.get("torch")), _check_cuda(machine, cuda)]
-    return Checked(
-        NAME, ", ".join(f"{name} {version}" for name, version in facts.items()), select(findings), facts
-    )
+    said = ", ".join(f"{name} {version}" for name, version in facts.items())
+    checked = Checked("versions", "PL979", said, facts=facts)
+    torch, least = facts.get("torch"), ".".join(map(str, _LEAST_TORCH))
+    if torch is None:
+        checked.find("torch is not installed here.", "Everything trains with it.", "Install torch.")
+    elif tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
+        rule = f"Paceline needs {least} or later."
+        checked.find(f"torch {torch}.", rule, f'pip install "torch>={least}"')
+    if count_devices(machine):
+        _check_cuda(machine, cuda, checked)
+    return checked
 
 
-def _check_torch(version: str | None) -> Finding | None:
-    if version is None:
-        return _describe("torch is not installed here.", "Everything trains with it.", "Install torch.")
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers >= _LEAST_TORCH:
-        return None
-    least = ".".join(map(str, _LEAST_TORCH))
-    return _describe(
-        f"torch {version}.", f"Paceline needs {least} or later.", f'pip install "torch>={least}"'
-    )
-
-
-def _check_cuda(machine: Machine, cuda: str | None) -> Finding | None:
-    if count_devices(machine) == 0:
-        return None
+def _check_cuda(machine: Machine, cuda: str | None, checked: Checked) -> None:
     if cuda is None:
-        return _describe(
+        checked.find(
             "this machine has NVIDIA GPUs, and torch is built for the CPU.",
             "Training would run on the CPU beside idle GPUs.",
             "Install a build of torch for CUDA: https://pytorch.org/get-started/locally",
         )
+        return
     head = re.search(r"CUDA Version: (\d+)\.(\d+)", machine.run(["nvidia-smi"]) or "")
     if head is None:
-        return _describe(
+        checked.find(
             "this machine has NVIDIA GPUs, and nvidia-smi does not answer.",
             "Without a driver that works, torch finds no device.",
             "Install the driver, or load it: modprobe nvidia",
         )
-    if tuple(map(int, cuda.split(".")[:1])) > (int(head[1]),):
-        return _describe(
+    elif int(cuda.partition(".")[0]) > int(head[1]):
+        checked.find(
             f"torch is built for CUDA {cuda}, and the driver knows up to {head[1]}.{head[2]}.",
             "An older driver refuses programs of a newer major version.",
             f"Update the driver, or install torch for CUDA {head[1]}.",
         )
-    return None
 
 
 def _read_cuda() -> str | None:
@@ -87,7 +78,3 @@ def _read_cuda() -> str | None:
         match = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.M)
         return match[1] if match else None
     return None
-
-
-def _describe(saw: str, rule: str, fix: str) -> Finding:
-    return Finding("PL979", NAME, saw, rule, fix)
