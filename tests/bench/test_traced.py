@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.bench.traced import load_function, trace_costs
+from paceline.bench.traced import plan_module, trace_costs
 from paceline.errors import PacelineError
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
@@ -190,5 +190,5 @@ def make_nothing() -> Any:
 @pytest.mark.parametrize("target", ["no_such_module:build", "math:no_such_name", "math:pi", "math"])
 def test_a_function_that_is_not_there_is_refused(target: str) -> None:
     with pytest.raises(PacelineError) as found:
-        load_function(target)
+        plan_module(target, target, 0, 1)
     assert found.value.code == "PL934"

@@ -37,7 +37,7 @@ def test_speed_and_losses_have_a_gate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (code, found["common_steps"], found["first_difference"]) == (0, 40, None)
     assert found["speed"] == pytest.approx(0.99)
     low, top = found["speed_interval"]
-    assert 0.96 < low < 0.99 < top < 1.02
+    assert 0.96 < low <= 0.99 <= top < 1.02
     code, found = compare(capsys, a, slow, "--max-regression", "5%")
     assert code == 1
     assert "80.0% of the speed" in found["worse"][0]

@@ -8,15 +8,12 @@ it finds a plan for. Nothing is computed, so a model of 7B parameters on the met
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.errors import PacelineError
+from paceline.named import find_named
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.experts.find import count_experts
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
@@ -58,7 +56,7 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
         PacelineError: PL934 for functions that are not there or fail and for a model without a trained
             parameter, PL938 for a forward that needs numbers, PL939 for a batch without samples to count.
     """
-    build, make = load_function(target), load_function(batch)
+    build, make = _find_function(target), _find_function(batch)
     try:
         with torch.device("meta"):
             model = build()
@@ -83,27 +81,11 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
     return trace_costs(model.train(), example, samples, global_batch or samples * num_ranks)
 
 
-def load_function(target: str) -> Callable[[], Any]:
-    """Return the function of `module:function` or `file.py:function`; the working folder's are found.
-
-    Raises:
-        PacelineError: PL934.
-    """
-    module, _, name = target.rpartition(":")
-    folder = ""
-    if module.endswith(".py"):
-        file = Path(module).absolute()
-        folder, module = str(file.parent), file.stem
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+def _find_function(target: str) -> Callable[[], Any]:
     try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise _refuse_function(target, f"{type(error).__name__}: {first_line(error)}") from error
-    if not callable(found):
-        raise _refuse_function(target, f"{name} is no function")
-    function: Callable[[], Any] = found
-    return function
+        return find_named(target)
+    except LookupError as error:
+        raise _refuse_function(target, str(error).removesuffix(".")) from error
 
 
 def _refuse_function(target: str, what: str) -> PacelineError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_collectives import add_collectives
+from paceline.cli.output import add_recipe_flags
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -103,15 +104,7 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
     parser.add_argument(
         "--repeats", metavar="R", type=int, default=repeats, help=f"{again} (default {repeats})"
     )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="settings",
-        action="append",
-        default=[],
-        help="overrides a key of the recipe, for example model.layers=2; may be given several times",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    add_recipe_flags(parser, "model.layers=2")
     parser.set_defaults(run=run)
     return parser
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench_report import format_rows
+from paceline.cli.output import format_rows
 from paceline.errors import PacelineError
 from paceline.units import format_bytes, format_seconds
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.cli.output import format_rows
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def describe_overhead(found: Variants) -> str:
             "less for the average rank than for the slowest",
         ),
     ]
-    parts = [conditions, _format_facts(rows)]
+    parts = [conditions, format_rows(rows, to_left=True)]
     if ratio.says_nothing:
         parts.append(_say_nothing(f"a share of {_span(share, '.0%')}"))
     return "\n\n".join(parts)
@@ -140,8 +139,7 @@ def describe_buckets(found: Variants) -> str:
         verdict = _say_nothing(f"a ratio of {_span(ratio, '.2f')} for {best} MiB")
     else:
         verdict = f"no size is faster than {own} MiB beyond the noise"
-    rows = "\n".join(map(str.rstrip, format_rows(table).splitlines()))
-    return "\n\n".join([conditions, rows, verdict])
+    return "\n\n".join([conditions, format_rows(table), verdict])
 
 
 def describe_dp(found: Variants) -> str:
@@ -200,20 +198,6 @@ def _warn_of_cores(found: Variants | Scaling, num_ranks: int) -> list[str]:
         f"  {num_ranks} ranks of {_name_threads(found)} are more than the {found.num_cores} cores: "
         "they wait for each other"
     ]
-
-
-def _format_facts(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Return names, values and remarks in columns."""
-    width, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
-
-
-def format_rows(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as aligned columns; the first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    )
 
 
 def _describe_conditions(scaling: Scaling) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.output import format_rows
 from paceline.finding import Finding
 from paceline.units import format_bytes, format_count
 
@@ -100,7 +101,7 @@ def _as_table(summary: CheckpointSummary, with_tensors: bool) -> dict[str, Any]:
         "num_parameters": summary.num_parameters,
         "loss": summary.loss,
         "identity": summary.identity,
-        "findings": [_finding(finding) for finding in summary.findings],
+        "findings": [asdict(finding) for finding in summary.findings],
     }
     if with_tensors:
         table["tensors"] = {
@@ -123,11 +124,12 @@ def _print_summaries(summaries: list[CheckpointSummary]) -> None:
                 str(summary.path),
             )
         )
-    _print_rows(rows)
+    print(format_rows(rows, to_left=True))
     newest = summaries[-1]
     if newest.identity:
         print(f"\nstep {newest.step} was written by")
-        _print_rows([(f"  {key}", str(value)) for key, value in newest.identity.items()])
+        rows = [(f"  {key}", str(value)) for key, value in newest.identity.items()]
+        print(format_rows(rows, to_left=True))
     for summary in summaries:
         for finding in summary.findings:
             print(f"\n{finding}")
@@ -139,13 +141,7 @@ def _print_tensors(summary: CheckpointSummary) -> None:
     for name, info in summary.tensors.items():
         tied = "" if info.alias_of is None else f"  (tied to {info.alias_of})"
         rows.append((name, info.dtype, f"{list(info.shape)}{tied}"))
-    _print_rows(rows)
-
-
-def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(format_rows(rows, to_left=True))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -157,7 +153,7 @@ def _verify(args: argparse.Namespace) -> int:
             {
                 "path": str(path),
                 "usable": is_usable(findings),
-                "findings": [_finding(finding) for finding in findings],
+                "findings": [asdict(finding) for finding in findings],
             }
             for path, findings in found.items()
         ]
@@ -207,13 +203,3 @@ def _export(args: argparse.Namespace) -> int:
     else:
         print(f"{args.out}: {format_bytes(num_bytes)}, from {path}")
     return 0
-
-
-def _finding(finding: Finding) -> dict[str, str]:
-    return {
-        "code": finding.code,
-        "where": finding.where,
-        "saw": finding.saw,
-        "rule": finding.rule,
-        "fix": finding.fix,
-    }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
+from paceline.bench.spread import Spread
 from paceline.errors import PacelineError
 from paceline.units import format_count
 
@@ -63,16 +63,15 @@ def run(args: argparse.Namespace) -> int:
 def _compare(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> dict[str, Any]:
     common = sorted(a.keys() & b.keys())
     first = next((step for step in common if a[step].get("loss") != b[step].get("loss")), None)
-    speeds = [_measure_speed(rows) for rows in (a, b)]
+    old, new = (_measure_speed(rows) for rows in (a, b))
     speed, interval = None, None
-    if all(speeds):
-        (slow, mid, fast), (other_slow, other_mid, other_fast) = (each for each in speeds if each)
-        speed, interval = other_mid / mid, (other_slow / fast, other_fast / slow)
+    if old is not None and new is not None:
+        speed, interval = new.median / old.median, (new.low / old.high, new.high / old.low)
     # Where one run is longer, their losses are compared at the same step.
     end = [step for step in common if step > common[-1] - max(1, len(common) // 10)] if common else []
     return {
-        "a": _describe(a, speeds[0]),
-        "b": _describe(b, speeds[1]),
+        "a": _describe(a, old),
+        "b": _describe(b, new),
         "common_steps": len(common),
         "first_difference": first,
         "loss_at_end": [_mean([rows[step].get("loss") for step in end]) for rows in (a, b)],
@@ -93,20 +92,16 @@ def _list_worse(found: dict[str, Any], limit: float) -> list[str]:
     return worse
 
 
-def _describe(rows: dict[int, dict[str, Any]], speed: tuple[float, float, float] | None) -> dict[str, Any]:
-    last = max(rows)
-    return {"steps": last, "last_loss": rows[last].get("loss"), "samples_per_s": speed[1] if speed else None}
+def _describe(rows: dict[int, dict[str, Any]], speed: Spread | None) -> dict[str, Any]:
+    last, median = max(rows), None if speed is None else speed.median
+    return {"steps": last, "last_loss": rows[last].get("loss"), "samples_per_s": median}
 
 
-def _measure_speed(rows: dict[int, dict[str, Any]]) -> tuple[float, float, float] | None:
-    """Return the median samples per second between the bounds of its 95% interval, by order statistics."""
+def _measure_speed(rows: dict[int, dict[str, Any]]) -> Spread | None:
+    """Return the samples per second, `None` for too few steps."""
     found = [rows[step].get("samples_per_s") for step in sorted(rows)[_WARM_UP:]]
-    speeds = sorted(each for each in found if isinstance(each, (int, float)) and each > 0)
-    if not speeds:
-        return None
-    half = 0.98 * math.sqrt(len(speeds))
-    low, high = math.floor(len(speeds) / 2 - half), math.ceil(len(speeds) / 2 + half)
-    return speeds[max(0, low)], median(speeds), speeds[min(len(speeds) - 1, high)]
+    speeds = [each for each in found if isinstance(each, (int, float)) and each > 0]
+    return Spread.of(speeds) if speeds else None
 
 
 def _mean(values: list[Any]) -> float | None:

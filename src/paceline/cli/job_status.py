@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from paceline.cli.output import format_rows
 from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import STORES
 
@@ -55,9 +56,7 @@ def _describe(job: str, report: dict[str, Any]) -> str:
         number = "waits" if member["number"] is None else str(member["number"])
         state = "leaves" if member["is_leaving"] else "here" if member["is_here"] else "silent"
         rows.append((number, member["name"], member["address"], str(member["ranks"]), state))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        lines.append("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    lines.append(format_rows(rows, to_left=True))
     lines += [f"gone: {entry['name']}, {entry['why']}" for entry in report["gone"]]
     lines += [f"refused: {name}, {why}" for name, why in report["refused"].items()]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Provides standard streams on which a command can rely: open, and able to encode every character.
+"""What commands share: standard streams on which they can rely, tables, and the flags of recipes.
 
 A shell may start a command with a closed stream (`>&-`). A terminal's encoding may lack a character of a file
 name. A file may be on a full disk.
@@ -6,11 +6,13 @@ name. A file may be on a full disk.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
@@ -56,6 +58,28 @@ def standard_streams() -> Iterator[None]:
         with contextlib.suppress(OSError, PacelineError):
             sys.stdout.flush()
         sys.stdout, sys.stderr = before
+
+
+def format_rows(rows: Sequence[Sequence[str]], *, to_left: bool = False) -> str:
+    """Return rows of cells as aligned columns; the first one to the left, the others too or to the right."""
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    align = str.ljust if to_left else str.rjust
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def add_recipe_flags(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add `--set` and `--json` of a command that takes a recipe."""
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="settings",
+        action="append",
+        default=[],
+        help=f"overrides a key of the recipe, for example {example}; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
 
 
 def forget_output() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench_report import format_rows
+from paceline.cli.output import format_rows
 from paceline.errors import PacelineError
 from paceline.units import format_bytes, format_count, format_seconds
 

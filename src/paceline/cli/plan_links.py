@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli.bench_report import format_rows
+from paceline.cli.output import format_rows
 from paceline.cli.plan_layouts import add_recipe_words
 from paceline.units import format_seconds
 

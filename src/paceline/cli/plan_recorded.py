@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.bench_report import format_rows
+from paceline.cli.output import format_rows
 from paceline.errors import PacelineError
 from paceline.units import format_seconds
 

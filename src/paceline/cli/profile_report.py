@@ -7,7 +7,7 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from paceline.cli.bench_report import format_rows
+from paceline.cli.output import format_rows
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
 from paceline.profiling.analysis import Profile, RankStep

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.grace import add_grace_flag, announce_grace
+from paceline.cli.output import add_recipe_flags
 from paceline.cli.profiling import (
     add_profile_flags,
     describe_recording,
@@ -47,13 +48,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="ranks to start on this machine (default: the product of the layout's degrees)",
     )
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/<name of the recipe>)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="overrides a key of the recipe, for example train.steps=100; may be given several times",
-    )
+    add_recipe_flags(parser, "train.steps=100")
     parser.add_argument(
         "--accept",
         action="extend",
@@ -62,9 +57,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="KEY[,KEY]",
         help="keys or sections of the recipe that may differ from those of the run in --out, for example "
         "optimizer.lr or data; the run goes on with the new values",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     parser.add_argument(
         "--dry-run",
@@ -98,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     remarks: list[str] = []
     sinks = ["metrics.sinks=[]"] * args.dry_run
-    recipe = load_recipe(args.recipe, [*args.set, *sinks], remark=remarks.append)
+    recipe = load_recipe(args.recipe, [*args.settings, *sinks], remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     if args.dry_run:
         folder = folder.with_name(f"{folder.name}.dry-run")
