@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launching.ending.endings import RankFailed
+from paceline.recipe import Layout, Recipe
+from paceline.verifying.check import Verified, verify_subject
+from paceline.verifying.subject import RecipeSubject
 from tests.dist.pool import Pool, RankError
 from tests.verifying.faults import FAULTS, HARMLESS
 
@@ -42,3 +45,8 @@ class PoolRunner:
                     raise cause from None
             rank = min(set(error.reports) - set(error.stuck), default=0)
             raise RankFailed(rank, 1, error.reports.get(rank, "")) from None
+
+
+def verify_recipe(recipe: Recipe, layouts: Sequence[Layout], *, steps: int = 3, **words: Any) -> Verified:
+    """Verify layouts of a recipe as the command does."""
+    return verify_subject(RecipeSubject(recipe, steps), layouts, **words)

@@ -8,9 +8,8 @@ import pytest
 
 from paceline.recipe import parse_recipe
 from paceline.recipe.legal import Rules
-from paceline.verifying.check import verify_recipe
 from tests.dist.pool import Pool
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 from tests.verifying.test_faults import recipe_table
 
 

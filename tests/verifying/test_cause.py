@@ -19,9 +19,9 @@ from paceline.verifying.compare import (
     looks_masked,
     measure_distance,
 )
-from paceline.verifying.locate import EventDifference, Observed, WatchedFacts
+from paceline.verifying.layouts import EventDifference, Observed
 from paceline.verifying.parts import Place, find_part
-from paceline.verifying.reference import Facts
+from paceline.verifying.reference import Facts, WatchedFacts
 from paceline.verifying.watch import Event, ModuleFacts
 
 
@@ -110,7 +110,6 @@ WATCHED = WatchedFacts(
         "block.down|0|in|0": 4,
     }
     | {"block.down|0|out|0": 5, "block|0|out|0": 6, "|0|out|0": 7},
-    noise={},
     modules={
         "": ModuleFacts("Model", 0.0, False),
         "block": ModuleFacts("Block", 0.1, False),
@@ -155,7 +154,7 @@ def observe(events: dict[int, list[EventDifference]] | None = None, **seen: obje
 
 
 def explain(differences: list[Difference], observed: list[Observed]) -> tuple[str, str, str]:
-    finding = diagnose(Case(LAYOUT, "fp64", FACTS, differences, WATCHED, observed))
+    finding = diagnose(Case(LAYOUT, "fp64", replace(FACTS, watched=WATCHED), differences, observed))
     assert finding.where.startswith("dp_replicate=2 tp=2, step ")
     return finding.code, finding.where.partition("step ")[2], finding.saw
 
@@ -198,7 +197,8 @@ def test_weights_from_before_the_update() -> None:
     assert "attribute cached holds one as it was before the first step" in found[2]
     watched = replace(WATCHED, order=WATCHED.order | {"block.up|0|weight weight|0": 2})
     with_weight = replace(output, event=Event.parse("block.up|0|weight weight|0"), order=2, stale=1)
-    case = Case(LAYOUT, "fp64", FACTS, differ("loss", step=2), watched, observe({0: [with_weight]}))
+    facts = replace(FACTS, watched=watched)
+    case = Case(LAYOUT, "fp64", facts, differ("loss", step=2), observe({0: [with_weight]}))
     assert "block.up.weight that the forward of block.up uses" in diagnose(case).saw
     assert "as it was after step 1" in diagnose(case).saw
     rounded = observe({0: [replace(with_weight, rounded_to="bf16")]})

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.recipe import parse_recipe
-from paceline.verifying.check import LayoutResult, resolve_layout, verify_recipe, verify_subject
+from paceline.verifying.check import LayoutResult, resolve_layout, verify_subject
 from tests.dist.pool import Pool
 from tests.train.cases import digits_recipe, text_recipe
 from tests.verifying.faults import FAULTS
 from tests.verifying.faults.expected import EXPECTED, table
 from tests.verifying.faults.models import routed_subject, tied_subject
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 
 SUBJECTS = {"tied": tied_subject, "routed": routed_subject}
 

@@ -15,10 +15,10 @@ from torch.nn import functional
 import paceline
 from paceline.errors import PacelineError
 from paceline.recipe import parse_recipe
-from paceline.verifying.check import build_default_optimizer, resolve_layout, verify_recipe, verify_subject
+from paceline.verifying.check import build_default_optimizer, resolve_layout, verify_subject
 from paceline.verifying.subject import UserSubject
 from tests.dist.pool import Pool
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 from tests.verifying.test_faults import recipe_table
 from tests.verifying.two_steps import TWO_STEPS
 

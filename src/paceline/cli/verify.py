@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from paceline.cli.output import add_recipe_flags
 from paceline.cli.verify_report import Asked
 from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
-    from paceline.verifying.check import LayoutResult, Verified
-    from paceline.verifying.subject import UserSubject
+    from paceline.verifying.check import LayoutResult
+    from paceline.verifying.subject import Subject
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
 
@@ -60,15 +60,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="fp64 separates rounding from faults best; auto (default) is fp64, or fp32 if the model does "
         "not compute in fp64; with [compress] the recipe's own",
     )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="settings",
-        action="append",
-        default=[],
-        help="overrides a key of the recipe, for example train.reduction=fast; may be given several times",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    add_recipe_flags(parser, "train.reduction=fast")
     parser.set_defaults(run=run)
 
 
@@ -88,21 +80,26 @@ def run(args: argparse.Namespace) -> int:
         print(verify_report.describe_layout(result), file=sys.stderr if args.json else sys.stdout, flush=True)
 
     is_own = ":" in args.recipe and not args.recipe.endswith(".toml")
-    verified, asked = (_verify_function if is_own else _verify_recipe)(args, show, quiet=args.json)
+    subject, asked = (_read_function if is_own else _read_recipe)(args)
     from paceline.cli import verify_report
+    from paceline.verifying.check import RankLauncher, verify_subject
 
-    if args.json:
-        print(json.dumps(verify_report.as_table(verified, asked)))
-    else:
-        print(verify_report.describe_end(verified, asked))
+    if not args.json:
+        print(verify_report.describe_begin(args.recipe, subject, asked), flush=True)
+    run = RankLauncher(subject.start["device"])
+    may_narrow = args.dtype == "auto"
+    verified = verify_subject(subject, asked.layouts, run=run, on_result=show, may_narrow=may_narrow)
+    print(
+        json.dumps(verify_report.as_table(verified, asked))
+        if args.json
+        else verify_report.describe_end(verified, asked)
+    )
     if verified.ok:
         return 0
     return 2 if {result.status for result in verified.results} <= {"ok", "refused"} else 1
 
 
-def _verify_recipe(
-    args: argparse.Namespace, show: Callable[[LayoutResult], None], *, quiet: bool
-) -> tuple[Verified, Asked]:
+def _read_recipe(args: argparse.Namespace) -> tuple[Subject, Asked]:
     from paceline.recipe import load_recipe
 
     dtype = args.dtype
@@ -112,53 +109,31 @@ def _verify_recipe(
     recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"], remark=print_remark)
     asked = choose_layouts(recipe, args)
 
-    from paceline.cli import verify_report
     from paceline.cli.preflight import check_memory
     from paceline.data import prepare_data
     from paceline.launching.local import check_launch, warm_up
-    from paceline.verifying.check import verify_recipe
+    from paceline.verifying.subject import RecipeSubject
 
     warm_up()  # It imports torch while the data is checked here.
     check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)
     check_memory(recipe, asked.layouts)
     prepare_data(recipe)
-    if not quiet:
-        print(verify_report.describe_begin(args.recipe, recipe, asked, args.steps), flush=True)
-    may_narrow = args.dtype == "auto"
-    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, on_result=show, may_narrow=may_narrow)
-    return verified, asked
+    return RecipeSubject(recipe, args.steps), asked
 
 
-def _verify_function(
-    args: argparse.Namespace, show: Callable[[LayoutResult], None], *, quiet: bool
-) -> tuple[Verified, Asked]:
+def _read_function(args: argparse.Namespace) -> tuple[Subject, Asked]:
     if args.all or args.settings:
         raise _flags_error(
             f"{'--all' if args.all else '--set'} with {args.recipe}.",
             "Which layouts are legal, and what can be set, follows from a recipe.",
         )
     from paceline.recipe import Layout
-    from paceline.recipe.compress import CompressSection
-    from paceline.verifying.check import RankLauncher, verify_subject
     from paceline.verifying.named import load_subject
 
     given = [Layout.parse(text) for text in args.layouts]
     layouts = [each.resolve(args.nproc) if args.nproc else each.close() for each in given]
-    subject: UserSubject = load_subject(
-        args.recipe, args.steps, "fp64" if args.dtype == "auto" else args.dtype
-    )
-    if args.dtype == "auto" and subject.read(CompressSection).kind != "none":
-        subject = subject.with_dtype("fp32")
-    if not quiet:
-        count = f"{len(layouts)} layout{'s' * (len(layouts) != 1)}, against one process; {args.steps} steps"
-        print(f"{args.recipe}: {count}, {subject.dtype}, {subject.reduction} reduction", flush=True)
-    verified = verify_subject(
-        *(subject, list(dict.fromkeys(layouts))),
-        run=RankLauncher(subject.device),
-        on_result=show,
-        may_narrow=args.dtype == "auto",
-    )
-    return verified, Asked(layouts)
+    subject = load_subject(args.recipe, args.steps, args.dtype).settle_type()
+    return subject, Asked(list(dict.fromkeys(layouts)))
 
 
 def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
@@ -193,6 +168,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
 
 
 def _list_all(recipe: Recipe, nproc: int) -> Asked:
+    from paceline.bench.scaling import list_ranks
     from paceline.recipe.layout import check_ranks
     from paceline.recipe.legal import Rules, list_candidates
 
@@ -206,18 +182,6 @@ def _list_all(recipe: Recipe, nproc: int) -> Asked:
             if layout not in legal:
                 asked.refused.append((layout, Rules.of(recipe).check(layout, ranks)))
     return asked
-
-
-def list_ranks(nproc: int) -> list[int]:
-    """Return 1, 2, 4 ... and `nproc` itself."""
-
-    def double() -> Iterator[int]:
-        ranks = 1
-        while ranks < nproc:
-            yield ranks
-            ranks *= 2
-
-    return [*double(), nproc]
 
 
 def _flags_error(saw: str, rule: str) -> PacelineError:

@@ -12,8 +12,9 @@ from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.finding import Finding
-    from paceline.recipe import Layout, Recipe
+    from paceline.recipe import Layout
     from paceline.verifying.check import LayoutResult, Verified
+    from paceline.verifying.subject import Subject
 
 _WORDS = {"ok": "ok", "differs": "DIFFERS", "refused": "refused", "failed": "FAILED"}
 _FORWARD = {True: "every bit the same", False: "within rounding", None: ""}
@@ -35,14 +36,13 @@ class Asked:
     refused: list[tuple[Layout, list[Finding]]] = field(default_factory=list)
 
 
-def describe_begin(path: str, recipe: Recipe, asked: Asked, steps: int) -> str:
+def describe_begin(path: str, subject: Subject, asked: Asked) -> str:
     """Return a line on what will be compared."""
     count = f"{len(asked.layouts)} layout{'s' * (len(asked.layouts) != 1)}"
     of = f", the legal ones of {asked.num_candidates}" if asked.num_candidates else ""
-    train = recipe.train
     return (
-        f"{path}: {count}{of}, against one process; {steps} steps of {train.global_batch_size} samples in "
-        f"microbatches of {train.microbatch_size}, {train.dtype}, {train.reduction} reduction"
+        f"{path}: {count}{of}, against one process; {subject.num_steps} steps, {subject.dtype}, "
+        f"{subject.reduction} reduction"
     )
 
 

@@ -9,27 +9,10 @@ from functools import cached_property
 from paceline.recipe import Layout
 from paceline.recipe.axes import list_axes
 from paceline.verifying.compare import Difference
-from paceline.verifying.locate import EventDifference, Observed, WatchedFacts
+from paceline.verifying.layouts import EventDifference, Observed
 from paceline.verifying.precision import KINDS_OF_TYPES
-from paceline.verifying.reference import Facts
+from paceline.verifying.reference import Facts, WatchedFacts
 from paceline.verifying.settings import SettingDifference, drop_layouts_own
-
-
-@dataclass(frozen=True)
-class Explained:
-    """A likely cause.
-
-    Attributes:
-        code: of the page.
-        module: full name of the module or tensor that has the cause, empty for none.
-        saw, rule, fix: as in `Finding`.
-    """
-
-    code: str
-    module: str
-    saw: str
-    rule: str
-    fix: str
 
 
 @dataclass(frozen=True)
@@ -41,16 +24,25 @@ class Case:
         dtype: of training.
         facts: of the reference.
         differences: of all ranks.
-        watched: of the reference's watched step, `None` if it was not watched.
-        observed: of that step, by rank.
+        observed: of the watched step, by rank.
     """
 
     layout: Layout
     dtype: str
     facts: Facts
     differences: Sequence[Difference]
-    watched: WatchedFacts | None = None
     observed: Sequence[Observed] = ()
+
+    @property
+    def watched(self) -> WatchedFacts:
+        """The facts about the reference's watched step; none was watched for a difference at the start."""
+        assert self.facts.watched is not None
+        return self.facts.watched
+
+    @property
+    def tied(self) -> set[str]:
+        """The names of all parameters that share their storage with another."""
+        return {name for group in self.facts.tied for name in group}
 
     @property
     def step(self) -> int:
@@ -95,7 +87,7 @@ class Case:
 
         `None` stands for everything outside of forwards: backward and the reductions.
         """
-        if self.watched is None or self.dtype not in KINDS_OF_TYPES:
+        if self.dtype not in KINDS_OF_TYPES:
             return ""
         expected = self.watched.outside if module is None else self.watched.types
         for observed in self.observed:
@@ -114,6 +106,23 @@ class Case:
         if len(found) == 1:
             return f"on rank {found[0]} only"
         return f"on ranks {', '.join(map(str, found[:-1]))} and {found[-1]} of {total}"
+
+    def describe(self, differing: Sequence[Difference | EventDifference]) -> str:
+        """Return the ranks that have these differences, and the size of the first one."""
+        return f"{self.name_ranks(d.rank for d in differing)}, {show_size(differing[0])}"
+
+    def describe_hooks(self, module: str, whose: str = "It") -> str:
+        """Return a sentence on the hooks that users put on a module; empty for none."""
+        facts = self.watched.modules.get(module)
+        hooks = [] if facts is None else facts.hooks[:3]
+        return f" {whose} has hooks that are not Paceline's: {', '.join(hooks)}." if hooks else ""
+
+    def describe_factor(self, factor: float | None, slack: float = 5e-3) -> str:
+        """Return a sentence on how many times the reference's a tensor is; empty for once or no factor."""
+        if factor is None or near(factor, 1.0, slack):
+            return ""
+        axis = self.name_degree(factor) or (self.name_degree(1 / factor) if factor else None)
+        return f" It is {factor:.6g} times the reference's" + (f": {axis}." if axis else ".")
 
     def name_degree(self, factor: float) -> str | None:
         """Return the axis whose degree is `factor`, for example `dp_replicate=2`."""
@@ -150,6 +159,6 @@ def describe_settings(case: Case, differences: Sequence[SettingDifference]) -> s
     return "; ".join(parts)
 
 
-def show_size(size: float, tolerance: float) -> str:
+def show_size(difference: Difference | EventDifference) -> str:
     """Return a phrase such as `by 3.1e-02, where rounding stays below 1.2e-13`."""
-    return f"by {size:.1e}, where rounding stays below {tolerance:.1e}"
+    return f"by {difference.size:.1e}, where rounding stays below {difference.tolerance:.1e}"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from paceline.finding import Finding
 from paceline.phrases import name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying import gradient_cause
-from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
+from paceline.verifying.case import Case, describe_settings, near, show_size
 from paceline.verifying.compare import Difference
 from paceline.verifying.forward_cause import explain_forward, find_parent, find_place
 from paceline.verifying.precision import LOSS
@@ -25,8 +26,8 @@ def diagnose(case: Case) -> Finding:
     """Return the most likely fault of a layout."""
     found = _explain(case)
     when = f"step {case.step}" if case.step else "before step 1"
-    where = f"{case.layout}, {when}" + (f", {found.module}" if found.module else "")
-    return Finding(found.code, where, found.saw + _note_settings(case, found), found.rule, found.fix)
+    where = f"{case.layout}, {when}" + (f", {found.where}" if found.where else "")
+    return replace(found, where=where, saw=found.saw + _note_settings(case, found))
 
 
 def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
@@ -34,7 +35,7 @@ def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
 
     Its inputs must agree, so only this code can have made the difference.
     """
-    if case.step == 0 or case.watched is None or not modules:
+    if not modules:
         return False
     forward, backward = case.events(gradient=False), case.events(gradient=True)
     if forward:
@@ -48,14 +49,15 @@ def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
     return bool(owners) and owners <= set(modules)
 
 
-def _note_settings(case: Case, found: Explained) -> str:
+def _note_settings(case: Case, found: Finding) -> str:
     """Return what else is known of ranks whose functions, process or optimizer settings differ."""
     others = [d for d in case.settings if d.owner in (FUNCTIONS, PROCESS, OPTIMIZER)]
     others = [d for d in others if d.name not in found.saw]
     return f" Besides, {describe_settings(case, others)}." if others else ""
 
 
-def _explain(case: Case) -> Explained:
+def _explain(case: Case) -> Finding:
+    """Return the cause; `where` is the full name of the module or tensor that has it."""
     if case.step > 0 and all(d.size <= d.rounding for d in case.first):
         return _explain_bits(case)
     if case.step == 0:
@@ -82,9 +84,9 @@ def _explain(case: Case) -> Explained:
     raise AssertionError(f"no cause for {case.first[:3]}")
 
 
-def _explain_bits(case: Case) -> Explained:
+def _explain_bits(case: Case) -> Finding:
     first = min(case.first, key=lambda d: KINDS.index(d.kind))
-    return Explained(
+    return Finding(
         "PL715",
         first.name,
         f"The {first.kind} differs {case.name_ranks([d.rank for d in case.first])} by {first.size:.1e}, "
@@ -96,11 +98,11 @@ def _explain_bits(case: Case) -> Explained:
     )
 
 
-def _explain_start(case: Case) -> Explained:
+def _explain_start(case: Case) -> Finding:
     names = [d.name for d in case.first]
     first = max(case.first, key=lambda d: d.ratio)
     which = case.name_ranks(d.rank for d in case.first)
-    return Explained(
+    return Finding(
         "PL700",
         first.name,
         f"Before the first step {name_some(names)} differ{'s' if len(set(names)) == 1 else ''} {which}, "
@@ -111,7 +113,7 @@ def _explain_start(case: Case) -> Explained:
     )
 
 
-def _explain_lost(case: Case) -> Explained | None:
+def _explain_lost(case: Case) -> Finding | None:
     """Explain microbatches that no rank ran, or that several ranks ran."""
     if not case.observed:
         return None
@@ -122,7 +124,7 @@ def _explain_lost(case: Case) -> Explained | None:
         return None
     numbers = lost or twice
     what = "ran on no rank" if lost else "ran more than once"
-    return Explained(
+    return Finding(
         "PL704",
         "the global batch",
         f"Microbatch {name_some(list(map(str, numbers)), 8)} of {case.num_microbatches} {what}.",
@@ -131,10 +133,8 @@ def _explain_lost(case: Case) -> Explained | None:
     )
 
 
-def _explain_batch(case: Case) -> Explained | None:
+def _explain_batch(case: Case) -> Finding | None:
     """Explain a batch that is not that of one process, whether the model gets that part of it or the loss."""
-    if case.watched is None:
-        return None
     apart: dict[str, set[int]] = {}
     numbers: set[str] = set()
     for observed in case.observed:
@@ -146,7 +146,7 @@ def _explain_batch(case: Case) -> Explained | None:
     if not apart:
         return None
     what = f"batch{', batch'.join(sorted(apart))}" if "" not in apart else "The batch"
-    return Explained(
+    return Finding(
         "PL716",
         "the batch",
         f"{what} differs {case.name_ranks(set().union(*apart.values()))} from one process, in microbatch "
@@ -159,12 +159,11 @@ def _explain_batch(case: Case) -> Explained | None:
 # ---- after the forward
 
 
-def _explain_loss(case: Case) -> Explained | None:
+def _explain_loss(case: Case) -> Finding | None:
     differing = case.of_kind("weight of the batch") or case.of_kind("loss")
     if not differing:
         return None
     first = differing[0]
-    which = case.name_ranks(d.rank for d in differing)
     apart = _list_losses_apart(case)
     factor = f", {first.factor:.6g} times the reference's," if first.factor else ""
     if apart:
@@ -175,14 +174,10 @@ def _explain_loss(case: Case) -> Explained | None:
         saw = f"Every microbatch's loss agrees, but the {first.kind}{factor} differs"
         rule = "The loss is the sum of all microbatches' losses over the sum of their weights."
         fix = "Check how losses and weights are summed over the ranks: means of means, or a missing rank."
-    return Explained(
-        "PL718", "the loss", f"{saw} {which}, {show_size(first.size, first.tolerance)}.", rule, fix
-    )
+    return Finding("PL718", "the loss", f"{saw} {case.describe(differing)}.", rule, fix)
 
 
 def _list_losses_apart(case: Case) -> list[int]:
-    if case.watched is None:
-        return []
     apart = set()
     for observed in case.observed:
         for number, pair in observed.losses.items():
@@ -192,22 +187,19 @@ def _list_losses_apart(case: Case) -> list[int]:
     return sorted(apart)
 
 
-def _explain_changed(case: Case) -> Explained | None:
+def _explain_changed(case: Case) -> Finding | None:
     """Explain weights that a forward changes in place."""
-    changed = set() if case.watched is None else set(case.watched.changed)
+    changed = case.watched.changed
     differing = [d for d in case.first if d.kind in ("gradient", "weight") and d.name in changed]
-    if not differing or case.watched is None:
+    if not differing:
         return None
     first = differing[0]
-    module = first.name.rpartition(".")[0]
-    facts = case.watched.modules.get(module)
-    hooks = f" It has the hook {name_some(facts.hooks)}." if facts is not None and facts.hooks else ""
-    return Explained(
+    hooks = case.describe_hooks(first.name.rpartition(".")[0], "Its module")
+    return Finding(
         "PL723",
         first.name,
         f"In one process a forward changes {first.name} in place, and outputs agree, but the {first.kind} "
-        f"differs {case.name_ranks(d.rank for d in differing)}, {show_size(first.size, first.tolerance)}."
-        f"{hooks}",
+        f"differs {case.describe(differing)}.{hooks}",
         "Weights change in the optimizer's step. A rank that gathers a weight for a forward, or keeps a "
         "part of it, loses what a forward writes to it.",
         "Change the weight after the step (for example after trainer.step), or compute what the forward "
@@ -215,24 +207,22 @@ def _explain_changed(case: Case) -> Explained | None:
     )
 
 
-def _explain_norm(case: Case) -> Explained | None:
+def _explain_norm(case: Case) -> Finding | None:
     differing = case.of_kind("norm")
     if not differing:
         return None
-    first = differing[0]
-    times = f" It is {first.factor:.6g} times the reference's." if first.factor else ""
-    return Explained(
+    return Finding(
         "PL708",
         "the global norm",
-        f"Every gradient agrees, but the global norm differs {case.name_ranks(d.rank for d in differing)}, "
-        f"{show_size(first.size, first.tolerance)}.{times}",
+        f"Every gradient agrees, but the global norm differs {case.describe(differing)}."
+        f"{case.describe_factor(differing[0].factor)}",
         "The norm is computed over all gradients, with each element counted once.",
         "Check how squares are summed: a shard's own norm is too small, and copies counted on every rank "
         "make it too large.",
     )
 
 
-def _explain_buffers(case: Case) -> Explained | None:
+def _explain_buffers(case: Case) -> Finding | None:
     differing = [d for d in case.first if d.kind == "buffer"]
     if not differing or case.of_kind("weight"):
         return None
@@ -248,32 +238,29 @@ def _explain_buffers(case: Case) -> Explained | None:
     settings = [d for d in case.settings if d.owner == first.name.rpartition(".")[0]]
     why += f" Of its module, {describe_settings(case, settings)}." if settings else ""
     verb = "buffers" if len({d.name for d in differing}) > 1 else "buffer"
-    return Explained(
+    return Finding(
         "PL710",
         first.name,
         f"Weights and gradients agree, but {verb} {name_some([d.name for d in differing])} "
-        f"differ{'s' if verb == 'buffer' else ''} {case.name_ranks(d.rank for d in differing)}, "
-        f"{show_size(first.size, first.tolerance)}.{why}",
+        f"differ{'s' if verb == 'buffer' else ''} {case.describe(differing)}.{why}",
         "After each step, buffers must be the same on every rank and on every layout.",
         "A buffer that a forward changes must be synchronised; BatchNorm's statistics are merged over all "
         "microbatches. In a custom module, compute the buffer from values that all ranks share.",
     )
 
 
-def _explain_update(case: Case) -> Explained | None:
+def _explain_update(case: Case) -> Finding | None:
     differing = case.of_kind("weight") or case.of_kind("optimizer")
     if not differing:
         return None
     first = differing[0]
     names = [d.name for d in differing]
-    which = case.name_ranks(d.rank for d in differing)
-    tied = {name for group in case.facts.tied for name in group}
-    if tied and first.kind == "weight" and set(names) <= tied:
-        return Explained(
+    if first.kind == "weight" and set(names) <= case.tied:
+        return Finding(
             "PL711",
             first.name,
             f"Gradients agree, but after the update only tied parameters differ ({name_some(names)}) "
-            f"{which}, {show_size(first.size, first.tolerance)}.",
+            f"{case.describe(differing)}.",
             "Tied parameters are one tensor, updated once.",
             "Look for copies of the tensor that the optimizer updates separately.",
         )
@@ -283,12 +270,12 @@ def _explain_update(case: Case) -> Explained | None:
     settings = [d for d in case.settings if d.owner == OPTIMIZER and d.name in names]
     if settings:
         factor += f" The optimizer's settings differ: {describe_settings(case, settings)}."
-    return Explained(
+    return Finding(
         "PL709",
         first.name.split(" ")[0],
         f"Gradients and their norm agree, but the {what} after the update "
-        f"differ{'s' if what[0] == 's' else ''} {which}: {name_some(names)}{_note(first)}, "
-        f"{show_size(first.size, first.tolerance)}.{factor}",
+        f"differ{'s' if what[0] == 's' else ''} {case.name_ranks(d.rank for d in differing)}: "
+        f"{name_some(names)}{_note(first)}, {show_size(first)}.{factor}",
         "The same gradients with the same clipping must change the weights in the same way.",
         "Check what follows the reduction: clipping by another norm, a missing step, weights gathered "
         "before the update, the optimizer's settings on this layout.",

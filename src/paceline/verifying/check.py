@@ -18,8 +18,7 @@ from paceline.launching.ending.endings import RankFailed
 from paceline.launching.local import check_launch, launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
-from paceline.recipe import Layout, Recipe
-from paceline.recipe.compress import CompressSection
+from paceline.recipe import Layout
 from paceline.recipe.islands import IslandsSection
 from paceline.signatures import check_arguments, explain_arguments
 from paceline.train.trainer import Trainer
@@ -28,7 +27,6 @@ from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS
 from paceline.verifying.compression import settle_islands, settle_slots
 from paceline.verifying.layouts import Compared, compare_layouts
-from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_reference
 from paceline.verifying.precision import KINDS_OF_TYPES
 from paceline.verifying.reference import Facts, make_reference
 from paceline.verifying.subject import RecipeSubject, Subject, UserSubject
@@ -199,36 +197,10 @@ def verify(
         device=device,
         settings=settings,
     )
-    if dtype == "auto":
-        subject = subject.with_dtype("fp64" if subject.read(CompressSection).kind == "none" else "fp32")
     resolved = [resolve_layout(layout) for layout in layouts]
     return verify_subject(
-        subject, resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
+        subject.settle_type(), resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
     )
-
-
-def verify_recipe(
-    recipe: Recipe,
-    layouts: Sequence[Layout],
-    *,
-    steps: int = 3,
-    run: Run | None = None,
-    on_result: Callable[[LayoutResult], None] | None = None,
-    may_narrow: bool = False,
-) -> Verified:
-    """Verify layouts of a recipe as `verify` does for a model.
-
-    Args:
-        recipe: the recipe to train; its own layout is ignored.
-        layouts: with all degrees known.
-        steps: optimizer steps to compare.
-        run: a function that starts ranks; by default `paceline.launch`.
-        on_result: called with the result of every layout when it is done.
-        may_narrow: whether a recipe in fp64 may be trained in fp32 if its model does not compute in fp64.
-    """
-    subject = RecipeSubject(recipe, steps)
-    runner = run or RankLauncher(recipe.train.device)
-    return verify_subject(subject, layouts, run=runner, on_result=on_result, may_narrow=may_narrow)
 
 
 def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -262,7 +234,14 @@ def verify_subject(
     on_result: Callable[[LayoutResult], None] | None = None,
     may_narrow: bool = False,
 ) -> Verified:
-    """Compare layouts of a subject with one process; see `verify_recipe`.
+    """Compare layouts of a subject with one process.
+
+    Args:
+        subject: what is trained.
+        layouts: with all degrees known; a recipe's own is ignored.
+        run: a function that starts ranks.
+        on_result: called with the result of every layout when it is done.
+        may_narrow: whether a subject in fp64 may be trained in fp32 if its model does not compute in fp64.
 
     Raises:
         PacelineError: PL720 without layouts or steps, PL743 with stale updates, PL722 if the
@@ -331,7 +310,7 @@ class _Session:
     ) -> None:
         self._subject, self._folder, self._facts, self._run = subject, folder, facts, run
         self._on_result = on_result
-        self._watched: set[int] = set()
+        self._watched = 0
         self._narrower: _Session | None = None
         self.remarks: list[Finding] = []
 
@@ -348,7 +327,7 @@ class _Session:
 
     def _verify_group(self, layouts: list[Layout], size: int) -> list[LayoutResult]:
         try:
-            found = self._run(compare_layouts, size, (self._subject, self._folder, layouts))
+            found = self._run(compare_layouts, size, (self._subject, self._folder, self._facts, layouts))
         except (RankFailed, PacelineError, JobStuck) as error:
             if len(layouts) == 1:
                 return [_describe_failure(layouts[0], error)]
@@ -377,13 +356,12 @@ class _Session:
         return _summarise(layout, ranks, diagnose(case))
 
     def _watch(self, case: Case, size: int) -> Case:
-        step = case.step
-        if step not in self._watched:
-            self._run(watch_reference, 1, (self._subject, self._folder, step))
-            self._watched.add(step)
-        observed = self._run(watch_layouts, size, (self._subject, self._folder, [(case.layout, step)]))
-        facts = WatchedFacts.read(Path(self._folder), step)
-        return replace(case, watched=facts, observed=[rank[0] for rank in observed])
+        if case.step != self._watched:
+            self._facts = self._run(make_reference, 1, (self._subject, self._folder, case.step))[0]
+            self._watched = case.step
+        words = (self._subject, self._folder, self._facts, [case.layout], case.step)
+        ranks = self._run(compare_layouts, size, words)
+        return replace(case, facts=self._facts, observed=[rank[0].observed for rank in ranks])
 
     def _verify_narrower(self, layout: Layout, size: int) -> LayoutResult | None:
         """Verify a layout again in the narrowest type that parts of the model compute in, if it trains in it.
@@ -427,8 +405,7 @@ def _describe_islands(case: Case) -> Finding:
     return Finding(
         "PL744",
         f"{case.layout}, step {case.step}",
-        f"The {kind} of {names} differs {case.name_ranks(d.rank for d in case.first)}, "
-        f"{show_size(first.size, first.tolerance)}.",
+        f"The {kind} of {names} differs {case.name_ranks(d.rank for d in case.first)}, {show_size(first)}.",
         "Islands on any number of ranks give the numbers of islands that take turns in one process.",
         "Look for code that depends on the rank: random numbers, hooks on gradients, messages of your own. "
         "After step 1 it may act in the steps of one island or in the exchange.",
@@ -442,7 +419,7 @@ def _describe_unexplained(case: Case, error: Exception) -> Finding:
         "PL726",
         f"{case.layout}, step {case.step}",
         f"The {first.kind} {first.name} differs {case.name_ranks(d.rank for d in case.first)}, "
-        f"{show_size(first.size, first.tolerance)}. Where it begins is not known, because the run "
+        f"{show_size(first)}. Where it begins is not known, because the run "
         f"that watches every module failed: {error}",
         "Every layout must give the numbers of one process, within rounding.",
         "Train with another layout, and report this message: watching modules must not make a run fail.",

@@ -7,8 +7,9 @@ reported, and that the cause is not known.
 
 from __future__ import annotations
 
-from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
-from paceline.verifying.locate import EventDifference
+from paceline.finding import Finding
+from paceline.verifying.case import Case, describe_settings, show_size
+from paceline.verifying.layouts import EventDifference
 from paceline.verifying.settings import FUNCTIONS, PROCESS
 
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
@@ -18,7 +19,7 @@ _LARGE = 1e-3
 _MOST_ROUNDED = 1e-2
 
 
-def explain_forward(case: Case) -> Explained:
+def explain_forward(case: Case) -> Finding:
     """Explain the first difference of a forward."""
     events = case.events(gradient=False)
     first = events[0]
@@ -26,11 +27,11 @@ def explain_forward(case: Case) -> Explained:
     which = case.name_ranks(ranks)
     micro = f"microbatch {first.microbatch}"
     module, place = find_place(case, first)
-    size = show_size(first.size, first.tolerance)
+    size = show_size(first)
     if first.event.is_weight:
         return _explain_weight(case, first, which, size)
     if first.event.side == "in" and not first.event.module:
-        return Explained(
+        return Finding(
             "PL716",
             "the batch",
             f"The input of the model differs {which}, {micro}, {size}.",
@@ -48,21 +49,16 @@ def explain_forward(case: Case) -> Explained:
         found = explain(case, first, module, saw, ranks)
         if found is not None:
             return found
-    if first.factor is not None and not near(first.factor, 1.0, 1e-6):
-        axis = case.name_degree(first.factor) or (
-            case.name_degree(1 / first.factor) if first.factor else None
-        )
-        saw += f" It is {first.factor:.6g} times the reference's" + (f": {axis}." if axis else ".")
-    return _explain_module(case, first, module, saw)
+    return _explain_module(case, first, module, saw + case.describe_factor(first.factor, 1e-6))
 
 
-def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -> Explained:
+def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -> Finding:
     """Explain a module's forward that found another weight than the last update left."""
     name = first.event.weight
     finder = first.event.module or "the model"
     saw = f"The weight {name} that the forward of {finder} uses differs {which}, {size}"
     if first.rounded_to:
-        return Explained(
+        return Finding(
             "PL712",
             first.event.module,
             f"{saw}: it is rounded to {first.rounded_to}.",
@@ -72,7 +68,7 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
     if first.stale is not None:
         after = f"after step {first.stale}" if first.stale else "before the first step"
         saw += f": it is the weight as it was {after}"
-    return Explained(
+    return Finding(
         "PL714",
         first.event.module,
         f"{saw}. The weights after the steps before agree.",
@@ -84,18 +80,18 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
 
 def explain_settings(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
+) -> Finding | None:
     """Explain a setting of the module, or a function, that differs on these ranks and no others."""
     found = case.settings_of(module, ranks)
     if not found and not case.settings_of(PROCESS, ranks) and not case.settings_of(FUNCTIONS, ranks):
         return None
-    kind = "" if case.watched is None else case.watched.modules[module].kind
     if found:
+        kind = case.watched.modules[module].kind
         settings = f"Of {module or 'the model'} ({kind}), {describe_settings(case, found)}."
     else:
         others = [*case.settings_of(FUNCTIONS, ranks), *case.settings_of(PROCESS, ranks)]
         settings = f"There, {describe_settings(case, others)}."
-    return Explained(
+    return Finding(
         "PL719",
         module,
         f"{saw} {settings}",
@@ -107,11 +103,11 @@ def explain_settings(
 
 def _explain_received(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
+) -> Finding | None:
     """Explain a tensor that agrees on the stage that has made it, and not on one that has received it."""
     if not first.is_received:
         return None
-    return Explained(
+    return Finding(
         "PL701",
         module,
         f"{saw} Another stage has this module: the rank has received the tensor.",
@@ -122,8 +118,8 @@ def _explain_received(
 
 def _explain_draws(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
-    facts = case.watched.modules.get(module) if case.watched is not None else None
+) -> Finding | None:
+    facts = case.watched.modules.get(module)
     dropout = 0.0 if facts is None else facts.dropout
     others = {name for o in case.observed if o.rank in ranks for name in o.other_draws}
     is_drawn = module in others or first.event.module in others
@@ -134,7 +130,7 @@ def _explain_draws(
     why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""
     why += " Other elements are 0, and the rest agrees." if first.looks_masked else ""
     why += " It drew other random numbers than one process." if is_drawn else ""
-    return Explained(
+    return Finding(
         "PL702",
         module,
         f"{saw}{why}",
@@ -146,13 +142,13 @@ def _explain_draws(
 
 def _explain_type(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
+) -> Finding | None:
     computed = case.narrower(module) or case.narrower(first.event.module)
     kind = computed or (first.rounded_to if first.size < _MOST_ROUNDED * first.scale else "")
     if not kind or case.dtype not in ("fp64", "fp32"):
         return None
     why = f"This layout computes in {kind} there" if computed else f"Its values are rounded to {kind}"
-    return Explained(
+    return Finding(
         "PL712",
         module,
         f"{saw} {why}, and one process does not.",
@@ -163,13 +159,13 @@ def _explain_type(
 
 def _explain_stale(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
-) -> Explained | None:
+) -> Finding | None:
     found = [o.stale_copies[module] for o in case.observed if o.rank in ranks and module in o.stale_copies]
     if not found:
         return None
     name, step = found[0]
     after = f"after step {step}" if step else "before the first step"
-    return Explained(
+    return Finding(
         "PL714",
         module,
         f"{saw} Its weights agree, but its attribute {name} holds one as it was {after}.",
@@ -178,14 +174,13 @@ def _explain_stale(
     )
 
 
-def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -> Explained:
-    facts = case.watched.modules.get(module) if case.watched is not None else None
+def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -> Finding:
+    facts = case.watched.modules.get(module)
     if facts is not None and facts.has_parameters and first.event.side == "out":
         saw += " Its input and its weights agree."
     if facts is not None and facts.dropout:
         saw += f" It has dropout {facts.dropout:g}."
-    if facts is not None and facts.hooks:
-        saw += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
+    saw += case.describe_hooks(module)
     if case.layout.cp > 1:
         fix = (
             "Check what the ranks of cp exchange around this place, and in which order: rows for heads, and "
@@ -201,7 +196,7 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
             "Check what this code uses besides its input and weights: something that depends on the rank or "
             "the world size, a value from an earlier forward, its own collective."
         )
-    return Explained("PL701", module, saw, "A module gives the same output under every layout.", fix)
+    return Finding("PL701", module, saw, "A module gives the same output under every layout.", fix)
 
 
 def find_place(case: Case, first: EventDifference) -> tuple[str, str]:
@@ -218,7 +213,7 @@ def find_place(case: Case, first: EventDifference) -> tuple[str, str]:
 def find_parent(case: Case, module: str) -> str:
     """Return the module whose code calls a module: the next one above it that is not a container."""
     parent = module.rpartition(".")[0]
-    modules = case.watched.modules if case.watched is not None else {}
+    modules = case.watched.modules
     while parent and parent in modules and modules[parent].kind in _CONTAINERS:
         parent = parent.rpartition(".")[0]
     return parent
@@ -226,8 +221,6 @@ def find_parent(case: Case, module: str) -> str:
 
 def _find_earlier(case: Case, order: int, parent: str) -> str:
     """Return the last child of a module whose output came before an event."""
-    if case.watched is None:
-        return ""
     best, found = -1, ""
     for text, number in case.watched.order.items():
         name, _, side, _ = text.rsplit("|", 3)

@@ -6,8 +6,9 @@ the microbatches' gradients, over the ranks or over the microbatches.
 
 from __future__ import annotations
 
+from paceline.finding import Finding
 from paceline.phrases import name_some
-from paceline.verifying.case import Case, Explained, near, show_size
+from paceline.verifying.case import Case, near, show_size
 from paceline.verifying.forward_cause import explain_settings, find_parent
 from paceline.verifying.settings import FUNCTIONS, OPTIMIZER
 
@@ -18,7 +19,7 @@ _NEARLY_ALL = 0.8
 _SUM_RULE = "The gradient is the sum over all microbatches of the global batch, each of them once."
 
 
-def explain(case: Case) -> Explained | None:
+def explain(case: Case) -> Finding | None:
     """Return the cause of differing gradients; `None` if they agree."""
     if not case.of_kind("gradient"):
         return None
@@ -30,25 +31,23 @@ def explain(case: Case) -> Explained | None:
     return _explain_sum(case) or _explain_parameters(case)
 
 
-def _explain_sum(case: Case) -> Explained | None:
+def _explain_sum(case: Case) -> Finding | None:
     """Explain that nearly all gradients differ though every module's is right: the sum of them is wrong."""
     differing = case.of_kind("gradient")
     names = {d.name for d in differing}
-    known = [] if case.watched is None else case.watched.parameters
-    is_tied = names <= {name for group in case.facts.tied for name in group}
+    known, is_tied = case.watched.parameters, names <= case.tied
     # A stage has a sum of its own, and so has a half of a backward.
     is_stage = case.layout.pp > 1 and len({name.rpartition(".")[0] for name in names}) > 2
-    if is_tied or not known or not (is_stage or len(names) >= _NEARLY_ALL * len(known)):
+    if is_tied or not (is_stage or len(names) >= _NEARLY_ALL * len(known)):
         return None
     which = case.name_ranks(d.rank for d in differing)
     saw = f"All outputs agree, but the gradient of {len(names)} parameters "
     factor = differing[0].factor
     if factor is None or near(factor, 1.0) or not all(d.factor and near(d.factor, factor) for d in differing):
-        first = differing[0]
-        return Explained(
+        return Finding(
             "PL703",
             _PLACE,
-            f"{saw}differs {which}, {show_size(first.size, first.tolerance)}, by no common factor. "
+            f"{saw}differs {case.describe(differing)}, by no common factor. "
             "In every module, the gradient of each microbatch agrees.",
             _SUM_RULE,
             "Look for what enters the sum: a reduction that is missing or has another group, a microbatch or "
@@ -65,10 +64,10 @@ def _explain_sum(case: Case) -> Explained | None:
     else:
         saw += f"is {factor:.6g} times the reference's {which}."
         fix = "Look for what scales all gradients: clipping before the sum, a loss scale, a second backward."
-    return Explained("PL703", _PLACE, saw, _SUM_RULE, fix)
+    return Finding("PL703", _PLACE, saw, _SUM_RULE, fix)
 
 
-def _explain_rounding(case: Case) -> Explained | None:
+def _explain_rounding(case: Case) -> Finding | None:
     """Explain gradients that a narrower type has rounded."""
     differing = case.of_kind("gradient")
     rounded = [d for d in differing if d.rounded_to]
@@ -78,7 +77,7 @@ def _explain_rounding(case: Case) -> Explained | None:
     kind = rounded[0].rounded_to if rounded else computed
     names = name_some([d.name for d in rounded or differing])
     why = f"rounded to {kind}" if rounded else f"others, and this layout computes in {kind} behind backward"
-    return Explained(
+    return Finding(
         "PL712",
         _PLACE,
         f"All outputs agree, but {len(rounded or differing)} of {len(differing)} gradients that differ, "
@@ -88,13 +87,13 @@ def _explain_rounding(case: Case) -> Explained | None:
     )
 
 
-def _explain_absent(case: Case) -> Explained | None:
+def _explain_absent(case: Case) -> Finding | None:
     """Explain parameters that the optimizer of a rank does not have."""
     names = {d.name for d in case.of_kind("gradient")} | {d.name for d in case.of_kind("weight")}
     absent = [d for d in case.settings if d.owner == OPTIMIZER and not d.found and d.name in names]
     if not absent:
         return None
-    return Explained(
+    return Finding(
         "PL709",
         absent[0].name,
         f"All outputs agree, but the optimizer does not have {name_some([d.name for d in absent])} "
@@ -104,7 +103,7 @@ def _explain_absent(case: Case) -> Explained | None:
     )
 
 
-def _explain_backward(case: Case) -> Explained:
+def _explain_backward(case: Case) -> Finding:
     events = case.events(gradient=True)
     first = events[0]
     same = [d for d in events if d.order == first.order]
@@ -116,27 +115,19 @@ def _explain_backward(case: Case) -> Explained:
     else:
         saw = f"the gradient that arrives at the output of {name} differs {which}"
         module = first.event.module
-    factor = ""
-    if first.factor is not None and not near(first.factor, 1.0):
-        axis = case.name_degree(first.factor) or (
-            case.name_degree(1 / first.factor) if first.factor else None
-        )
-        factor = f" It is {first.factor:.4g} times the reference's" + (f" ({axis})." if axis else ".")
     ranks = {d.rank for d in same}
     if case.settings_of(module, ranks) or case.settings_of(FUNCTIONS, ranks):
-        saw = f"All outputs agree; in backward {saw}, {show_size(first.size, first.tolerance)}."
+        saw = f"All outputs agree; in backward {saw}, {show_size(first)}."
         found = explain_settings(case, first, module, saw, ranks)
         assert found is not None
         return found
-    factor += _list_apart(case, find_parent(case, module))
-    facts = None if case.watched is None else case.watched.modules.get(module)
-    if facts is not None and facts.hooks:
-        factor += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
-    return Explained(
+    more = case.describe_factor(first.factor) + _list_apart(case, find_parent(case, module))
+    more += case.describe_hooks(module)
+    return Finding(
         "PL707",
         module,
         f"All outputs agree; in backward {saw}, microbatch {first.microbatch}, "
-        f"{show_size(first.size, first.tolerance)}.{factor} All gradients behind it agree.",
+        f"{show_size(first)}.{more} All gradients behind it agree.",
         "Backward through a module gives the same gradients under every layout.",
         "Check the backward of what follows this place: "
         + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
@@ -152,7 +143,7 @@ def _list_apart(case: Case, parent: str) -> str:
 
     Several children share the gradient of their common input; it shows which of them it came through.
     """
-    own = [] if case.watched is None else [n for n in case.watched.parameters if n.startswith(f"{parent}.")]
+    own = [name for name in case.watched.parameters if name.startswith(f"{parent}.")]
     differing = {d.name for d in case.of_kind("gradient")}
     apart = [name for name in own if name in differing]
     if not parent or not apart or len(apart) == len(own):
@@ -160,33 +151,27 @@ def _list_apart(case: Case, parent: str) -> str:
     return f" Of the parameters in {parent}, only {name_some(apart)} has a different gradient."
 
 
-def _explain_parameters(case: Case) -> Explained:
+def _explain_parameters(case: Case) -> Finding:
     """Explain that all outputs and their gradients agree, but the gradients of some parameters do not."""
     differing = case.of_kind("gradient")
     names = [d.name for d in differing]
-    which = case.name_ranks(d.rank for d in differing)
-    tied = {name for group in case.facts.tied for name in group}
     first = differing[0]
-    if tied and set(names) <= tied:
-        return Explained(
+    if set(names) <= case.tied:
+        return Finding(
             "PL711",
             first.name,
-            f"Only the gradients of tied parameters differ ({name_some(names)}) {which}, "
-            f"{show_size(first.size, first.tolerance)}.",
+            f"Only the gradients of tied parameters differ ({name_some(names)}) {case.describe(differing)}.",
             "A parameter that is used in several places gets the sum of their gradients.",
             "Look for a place that keeps a copy of the tensor, or whose part is reduced separately.",
         )
-    factor = first.factor
-    scaled = f" It is {factor:.4g} times the reference's." if factor and not near(factor, 1.0) else ""
+    module = first.name.rpartition(".")[0]
+    more = case.describe_factor(first.factor) + case.describe_hooks(module, "Its module")
     note = f" ({first.note})" if first.note else ""
-    facts = None if case.watched is None else case.watched.modules.get(first.name.rpartition(".")[0])
-    if facts is not None and facts.hooks:
-        scaled += f" Its module has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
-    return Explained(
+    return Finding(
         "PL707",
-        first.name.rpartition(".")[0],
-        f"All outputs agree, but the gradient of {name_some(names)} differs {which}{note}, "
-        f"{show_size(first.size, first.tolerance)}.{scaled}",
+        module,
+        f"All outputs agree, but the gradient of {name_some(names)} differs{note} {case.describe(differing)}."
+        f"{more}",
         "A parameter's gradient does not depend on how its module is laid out.",
         _advise_on_parameters(case),
     )

@@ -1,7 +1,8 @@
 """Runs on the ranks of a layout: the same steps, each rank comparing its own parts with the reference.
 
 Every rank reads the reference from one memory map and cuts its own part out of it, so comparing costs no
-communication, and each difference is known by its rank.
+communication, and each difference is known by its rank. If the modules of a step were watched in the
+reference, they are here too, which shows where a layout goes wrong.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
+from paceline.torch_seams.modules import own_parameters
 from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import (
@@ -25,17 +27,78 @@ from paceline.verifying.compare import (
     divide,
     find_factor,
     find_rounding,
+    looks_masked,
     measure_distance,
 )
-from paceline.verifying.observe import holds, take_part
-from paceline.verifying.reference import Reference, key_of
+from paceline.verifying.observe import holds, is_elsewhere, take_local, take_part
+from paceline.verifying.parts import find_part, find_places
+from paceline.verifying.reference import Facts, Reference, WatchedFacts, key_after, key_of, list_process
 from paceline.verifying.run_steps import KINDS, run_steps
+from paceline.verifying.settings import SettingDifference, compare_settings
 from paceline.verifying.subject import Opened, Subject
+from paceline.verifying.watch import EVENT, EVENT_GRADIENT, Event, Watch, describe_modules
 from paceline.world import start
 
 _NO_NOISE = Noise(0.0, 0.0, 0.0, 0.0)
 # Maximum number of differences that a rank reports; a wrong layout differs nearly everywhere after step 1.
-_MAX_LISTED = 2000
+_MAX_LISTED, _MAX_EVENTS = 2000, 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventDifference:
+    """A tensor at a module's boundary that differs from the reference's.
+
+    Attributes:
+        order: of the event in the reference's forward.
+        microbatch: number in the global batch.
+        event: the place.
+        gradient: whether it is the gradient of that tensor.
+        rank, size, tolerance, scale, factor, rounded_to: as in `Difference`.
+        looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
+        stale: the step after which the weight had this value, if that is an earlier step than expected.
+        is_received: whether the rank has it from another stage, which has the module.
+    """
+
+    order: int
+    microbatch: int
+    event: Event
+    gradient: bool
+    rank: int
+    size: float
+    tolerance: float
+    scale: float
+    factor: float | None
+    looks_masked: bool
+    rounded_to: str
+    stale: int | None = None
+    is_received: bool = False
+
+
+@dataclass
+class Observed:
+    """The observations of one rank in the watched step.
+
+    Attributes:
+        rank: the rank.
+        differences: of events, in the order in which they came.
+        settings: those that differ from one process's.
+        other_draws: modules whose forward drew other random numbers of the same shapes than in one process.
+        stale_copies: by module, the attribute that holds a weight as it was after an earlier step, and that
+            step.
+        ran, losses, batches: as in `Watch`.
+        types, outside: as in `WatchedFacts`.
+    """
+
+    rank: int = 0
+    differences: list[EventDifference] = field(default_factory=list)
+    settings: list[SettingDifference] = field(default_factory=list)
+    other_draws: list[str] = field(default_factory=list)
+    stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
+    ran: list[int] = field(default_factory=list)
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    batches: dict[str, str] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,6 +115,7 @@ class Compared:
             forwards give.
         refused: the code and text of the error that every rank met while building.
         seconds: the time that the layout took on this rank.
+        observed: in the watched step.
     """
 
     num_compared: int = 0
@@ -62,6 +126,7 @@ class Compared:
     forward_bits: bool | None = None
     refused: PacelineError | None = None
     seconds: float = 0.0
+    observed: Observed = field(default_factory=Observed)
 
 
 class Comparer:
@@ -78,6 +143,8 @@ class Comparer:
         self._reference, self._trainer, self._bits = reference, trainer, bits
         self._rank = trainer.world.rank
         self._seen: set[str] = set()
+        self._places = find_places(trainer.layout, self._rank)
+        self.found.observed.rank = self._rank
 
     def number(self, step: int, kind: str, value: float) -> None:
         key = key_of(step, kind)
@@ -94,6 +161,9 @@ class Comparer:
     def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
         key = key_of(step, kind, name)
         self._seen.add(key)
+        if kind in (EVENT, EVENT_GRADIENT):
+            self._compare_event(key, step, name, tensor, is_gradient=kind == EVENT_GRADIENT)
+            return
         if key not in self._reference.keys:
             self._note(step, kind, name, math.inf, _NO_NOISE, note="one process has none")
             return
@@ -113,6 +183,72 @@ class Comparer:
             note=_compare_kinds(expected, tensor),
         )
 
+    def _compare_event(self, key: str, step: int, name: str, tensor: Tensor, *, is_gradient: bool) -> None:
+        facts, listed = self._reference.facts, self.found.observed.differences
+        if key not in self._reference.keys or facts.watched is None:
+            return
+        expected, noise = find_part(self._reference.tensor(key), tensor, self._places), facts.noise[key]
+        if expected is None or len(listed) >= _MAX_EVENTS:
+            return
+        size, (microbatch, _, text) = measure_distance(expected, tensor), name.partition("/")
+        if size <= noise.tolerance:
+            return
+        event = Event.parse(text)
+        listed.append(
+            EventDifference(
+                order=facts.watched.order[text],
+                microbatch=int(microbatch),
+                event=event,
+                gradient=is_gradient,
+                rank=self._rank,
+                size=size,
+                tolerance=noise.tolerance,
+                scale=noise.scale,
+                factor=find_factor(expected, tensor),
+                looks_masked=looks_masked(expected, tensor, noise.tolerance),
+                rounded_to=find_rounding(expected, tensor),
+                stale=self._find_step(event.weight, tensor, step) if event.is_weight else None,
+                is_received=not is_gradient and is_elsewhere(self._trainer, event.module),
+            )
+        )
+
+    def _find_step(self, name: str, tensor: Tensor, now: int) -> int | None:
+        """Return the earlier step after which the reference had such a weight; `None` if there is none."""
+        for step in range(now - 2, -1, -1):
+            key = key_after(step, name)
+            if key in self._reference.keys:
+                part = find_part(self._reference.tensor(key), tensor, self._places)
+                tolerance = self._reference.facts.noise[key].tolerance
+                if part is not None and measure_distance(part, tensor) <= tolerance:
+                    return step
+        return None
+
+    def observe(self, watch: Watch, watched: WatchedFacts) -> None:
+        """Add what `watch` has seen and how this process differs from the reference's, once all steps ran."""
+        found, trainer = self.found.observed, self._trainer
+        found.ran, found.losses, found.batches = watch.ran, watch.losses, watch.batches
+        found.types, found.outside = watch.types.forward, watch.types.outside
+        for key, digests in watch.types.draws.items():
+            expected = watched.draws.get(key, [])
+            shapes = [[digest.rpartition(" ")[0] for digest in each] for each in (expected, digests)]
+            if shapes[0] == shapes[1] and expected != digests:
+                found.other_draws.append(key.partition("/")[2])
+        for owner, settings in list_process(trainer).items():
+            found.settings += compare_settings(self._rank, owner, watched.settings.get(owner, {}), settings)
+        for name, module in describe_modules(trainer.model).items():
+            if (there := watched.modules.get(name)) is not None:
+                found.settings += compare_settings(self._rank, name, there.settings, module.settings)
+                hooks = [{"hooks": ", ".join(facts.hooks)} for facts in (there, module)]
+                found.settings += compare_settings(self._rank, name, *hooks)
+        for name in {d.event.module for d in found.differences if d.event.side == "out"}:
+            owner = trainer.model.get_submodule(name)
+            copies = {key: value for key, value in vars(owner).items() if isinstance(value, Tensor)}
+            for key, value in copies.items():
+                for weight in own_parameters(owner):
+                    full = f"{name}.{weight}" if name else weight
+                    if (step := self._find_step(full, take_local(value), watch.step)) is not None:
+                        found.stale_copies[name] = key, step
+
     def _scales(self, step: int) -> tuple[float, ...]:
         """Return the numbers that a reduction's sum may be divided by: 1 and the global batch's weight."""
         return 1.0, self._reference.facts.numbers.get(key_of(step, "weight of the batch"), 1.0)
@@ -121,6 +257,8 @@ class Comparer:
         """Add tensors that the reference has and this layout never showed; return everything in order."""
         for key in sorted(self._reference.keys - self._seen):
             step, kind, name = key.split("/", 2)
+            if kind in (EVENT, EVENT_GRADIENT):
+                continue
             owner = name.split(" ")[0] if kind == "optimizer" else name
             if self._take_part(owner, self._reference.tensor(key)).numel():  # a shard may be empty
                 self._note(int(step), kind, name, math.inf, _NO_NOISE, note="this layout has none")
@@ -168,27 +306,38 @@ def promises_bits(subject: Subject, layout: Layout) -> bool:
     return subject.reduction == "exact" and layout.keeps_bits and layout.recompute == "none"
 
 
-def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> list[Compared]:
+def compare_layouts(
+    subject: Subject, folder: str, facts: Facts, layouts: list[Layout], watched: int = 0
+) -> list[Compared]:
     """Train one layout after another on the present ranks, and compare each; collective.
+
+    Args:
+        subject: the subject that is verified.
+        folder: with the reference.
+        facts: of the reference.
+        layouts: of this number of ranks.
+        watched: the step whose modules are watched, as they were in the reference; 0 for none.
 
     Returns:
         This rank's findings, by layout.
     """
-    reference = Reference(Path(folder))
+    reference = Reference(Path(folder), facts)
     with start(**subject.start) as world:
         opened = subject.open()
         found = []
         for layout in layouts:
             world.barrier()
             began_s = time.perf_counter()
-            compared = compare_layout(opened, subject, reference, layout)
+            compared = compare_layout(opened, subject, reference, layout, watched)
             found.append(replace(compared, seconds=time.perf_counter() - began_s))
             gc.collect()  # the trainer, and with it the threads of its groups
     return found
 
 
 @ranks_may_differ()
-def compare_layout(opened: Opened, subject: Subject, reference: Reference, layout: Layout) -> Compared:
+def compare_layout(
+    opened: Opened, subject: Subject, reference: Reference, layout: Layout, watched: int
+) -> Compared:
     """Train a layout on the current world and compare it with the reference; collective."""
     try:
         trainer = opened.build_trainer(
@@ -198,7 +347,10 @@ def compare_layout(opened: Opened, subject: Subject, reference: Reference, layou
         return Compared(refused=error)
     try:
         comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))
-        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, comparer)
+        watch = Watch(trainer, comparer, subject.dtype, watched) if watched else None
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, comparer, watch)
+        if watch is not None and reference.facts.watched is not None:
+            comparer.observe(watch, reference.facts.watched)
         return comparer.finish()
     finally:
         trainer.close()

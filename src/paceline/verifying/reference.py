@@ -15,17 +15,17 @@ For a buffer that depends on the order of the microbatches by more than rounding
 keeps the order, sets the floor. Otherwise a running average that ranks never synchronise would be its own
 tolerance.
 
-On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as a memory
-    map, and `reference.json`.
+The tensors are in `reference.safetensors` (keys `step/kind/name`) of a folder that all ranks read as a memory
+map. To find where a layout goes wrong, the same is made again with the modules of one step watched.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,28 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
+from paceline.train.trainer import Trainer
 from paceline.verifying.compare import EPS, FACTORS, Noise, largest, measure_distance
-from paceline.verifying.observe import move_last_bits
+from paceline.verifying.observe import list_optimizer_settings, move_last_bits
 from paceline.verifying.precision import Rounding
 from paceline.verifying.run_steps import run_steps
+from paceline.verifying.settings import (
+    FUNCTIONS,
+    OPTIMIZER,
+    PROCESS,
+    list_functions,
+    list_process_settings,
+)
 from paceline.verifying.subject import Opened, Subject
+from paceline.verifying.watch import (
+    EVENT,
+    EVENT_GRADIENT,
+    ONCE,
+    Event,
+    ModuleFacts,
+    Watch,
+    describe_modules,
+)
 from paceline.world import start
 
 ONE = Layout(dp_replicate=1)
@@ -61,9 +78,43 @@ def key_of(step: int, kind: str, name: str = "") -> str:
     return f"{step}/{kind}/{name}"
 
 
+def key_after(step: int, name: str) -> str:
+    """Return the key of a weight as it was after a step; 0 is the start."""
+    return key_of(step, "weight" if step else "initial", name)
+
+
+@dataclass(frozen=True)
+class WatchedFacts:
+    """The facts about the watched step of the reference.
+
+    Attributes:
+        order: of the events, by text.
+        modules: facts by name.
+        losses: by microbatch, (sum of losses, weight).
+        parameters: names of those that are trained.
+        types: the narrowest types that operations computed in, by module in forward.
+        outside: the same outside of forwards, under an empty name.
+        settings: of functions, the process and the optimizer, by owner.
+        changed: weights that a forward of this step found changed since the step before.
+        draws: see `Types`.
+        batches: as in `Watch`, but those that differ from run to run.
+    """
+
+    order: dict[str, int]
+    modules: dict[str, ModuleFacts]
+    losses: dict[int, tuple[float, float]]
+    parameters: list[str]
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    draws: dict[str, list[str]] = field(default_factory=dict)
+    batches: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Facts:
-    """The facts about the reference besides its tensors; can be written as JSON.
+    """The facts about the reference besides its tensors.
 
     Attributes:
         numbers: loss, weight of the batch and norm by key.
@@ -75,6 +126,7 @@ class Facts:
         draws: random draws of the forward that depend on more than the sample.
         narrow: modules that compute in a narrower type than the training's, with that type.
         ordered: buffers that depend on the order of the microbatches, by more than rounding.
+        watched: of the step whose modules were watched, if any.
     """
 
     numbers: dict[str, float]
@@ -86,26 +138,14 @@ class Facts:
     draws: list[Finding]
     narrow: dict[str, str] = field(default_factory=dict)
     ordered: list[str] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        """Write the facts into the folder."""
-        (folder / "reference.json").write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, folder: Path) -> Facts:
-        """Read the facts from the folder."""
-        table = json.loads((folder / "reference.json").read_text())
-        table["noise"] = {key: Noise(**value) for key, value in table["noise"].items()}
-        table["draws"] = [Finding(**value) for value in table["draws"]]
-        return cls(**table)
+    watched: WatchedFacts | None = None
 
 
 class Reference:
     """The reference as the ranks of a layout read it: tensors by key, from a memory map."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.facts = Facts.read(folder)
+    def __init__(self, folder: Path, facts: Facts) -> None:
+        self._folder, self.facts = folder, facts
 
     @cached_property
     def _file(self) -> Any:
@@ -153,6 +193,8 @@ class _Spread:
             return
         key = key_of(step, kind, name)
         if key not in self._first.tensors:
+            if kind in (EVENT, EVENT_GRADIENT):
+                return
             raise _random_error(key, math.inf)
         there = self._first.tensors[key]
         if kind == "weight" and tensor.is_floating_point():
@@ -165,20 +207,32 @@ class _Spread:
         self._floors[key] = max(self._floors.get(key, 0.0), 0.0 if math.isnan(size) else size)
 
 
-def make_reference(subject: Subject, folder: str) -> Facts:
-    """Train the reference and its reruns on one rank, and write them into the folder."""
+def make_reference(subject: Subject, folder: str, step: int = 0) -> Facts:
+    """Train the reference and its reruns on one rank, and write them into the folder.
+
+    Args:
+        subject: the subject that is verified.
+        folder: for the tensors.
+        step: whose modules are watched; 0 for none.
+    """
     with start(**subject.start):
         opened = subject.open()
-        first = _train_first(opened, subject)
+        first = _train_first(opened, subject, step)
         in_order: dict[str, float] = {}
-        narrow = _rerun(opened, subject, first.clip_norm, 1, _Spread(first.found, in_order), shuffles=False)
+        spread = _Spread(first.found, in_order)
+        narrow, again = _rerun(opened, subject, first.clip_norm, 1, spread, step, shuffles=False)
         floors = dict(in_order)
         for number in range(2, NUM_RERUNS + 1):
-            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors))
+            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors), step)
     ordered = _find_ordered(first.found, in_order, floors, subject.dtype)
+    noise, watched = _measure_noise(first.found, floors, subject.dtype), first.watched
+    if watched is not None:
+        batches = dict(watched.batches.items() & again.items())
+        changed = _find_changed(first.found.tensors, noise, step)
+        watched = replace(watched, changed=changed, batches=batches)
     facts = Facts(
         numbers=first.found.numbers,
-        noise=_measure_noise(first.found, floors, subject.dtype),
+        noise=noise,
         narrow=narrow,
         ordered=ordered,
         clip_norm=first.clip_norm,
@@ -186,10 +240,10 @@ def make_reference(subject: Subject, folder: str) -> Facts:
         num_microbatches=first.num_microbatches,
         tied=first.tied,
         draws=first.draws,
+        watched=watched,
     )
     _check_repeatable(facts, subject.dtype)
     save_file(first.found.tensors, str(Path(folder) / "reference.safetensors"))
-    facts.write(Path(folder))
     return facts
 
 
@@ -202,28 +256,71 @@ class _First:
     num_microbatches: list[int]
     tied: list[list[str]]
     draws: list[Finding]
+    watched: WatchedFacts | None
 
 
-def _train_first(opened: Opened, subject: Subject) -> _First:
+def _train_first(opened: Opened, subject: Subject, step: int) -> _First:
     """Train once; if the gradients were never clipped, train again with a norm that clips."""
     clip_norm = subject.clip_norm
     while True:
         trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
         tied = _list_tied(trainer.model)
-        shares: list[Share] = []
-
-        def keep(step: int, share: Share, shares: list[Share] = shares) -> None:
-            shares.append(share)
-
+        modules, parameters = describe_modules(trainer.model), trainer.model.named_parameters()
+        trained = [name for name, parameter in parameters if parameter.requires_grad]
+        shares, more = itertools.tee(opened.give_shares(trainer))
         found = _ReferenceRecorder()
-        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=keep)
+        watch = Watch(trainer, found, subject.dtype, step) if step else None
+        run_steps(trainer, shares, subject.num_steps, found, watch)
         norms = [value for key, value in found.numbers.items() if key.split("/")[1] == "norm"]
         finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
         if not clip_norm or not finite or any(norm > clip_norm for norm in finite):
-            counts = [share.num_microbatches for share in shares]
-            draws = trainer.find_random_draws(shares[0])
-            return _First(found, clip_norm, counts, tied, draws)
+            used = list(itertools.islice(more, subject.num_steps))
+            counts, draws = [s.num_microbatches for s in used], trainer.find_random_draws(used[0])
+            watched = None if watch is None else _describe_watched(trainer, watch, found, modules, trained)
+            return _First(found, clip_norm, counts, tied, draws, watched)
         clip_norm = _CLIPPED_SHARE * min(finite)
+
+
+def _describe_watched(
+    trainer: Trainer,
+    watch: Watch,
+    found: _ReferenceRecorder,
+    modules: dict[str, ModuleFacts],
+    parameters: list[str],
+) -> WatchedFacts:
+    events = [key.split("/", 3)[3] for key in found.tensors if key.split("/", 2)[1] == EVENT]
+    return WatchedFacts(
+        order={event: number for number, event in enumerate(dict.fromkeys(events))},
+        modules=modules,
+        losses=watch.losses,
+        parameters=parameters,
+        types=watch.types.forward,
+        outside=watch.types.outside,
+        settings=list_process(trainer),
+        draws=watch.types.draws,
+        batches=watch.batches,
+    )
+
+
+def list_process(trainer: Trainer) -> dict[str, dict[str, str]]:
+    """Return the settings that belong to no module, by owner."""
+    return {
+        FUNCTIONS: list_functions(),
+        PROCESS: list_process_settings(),
+        OPTIMIZER: list_optimizer_settings(trainer),
+    }
+
+
+def _find_changed(tensors: dict[str, Tensor], noise: dict[str, Noise], step: int) -> list[str]:
+    """Return the weights that a forward of the step found changed since the step before."""
+    found = []
+    for key, tensor in tensors.items():
+        if key.startswith(begin := f"{step}/{EVENT}/{ONCE}/"):
+            weight = Event.parse(key.removeprefix(begin)).weight
+            before = key_after(step - 1, weight)
+            if before in noise and measure_distance(tensors[before], tensor) > noise[before].tolerance:
+                found.append(weight)
+    return found
 
 
 def _rerun(
@@ -232,13 +329,14 @@ def _rerun(
     clip_norm: float,
     number: int,
     spread: _Spread,
+    step: int,
     *,
     shuffles: bool = True,
-) -> dict[str, str]:
+) -> tuple[dict[str, str], dict[str, str]]:
     """Train again in a way that must not matter.
 
     Returns:
-        The modules that compute in a narrower type, with that type.
+        The modules that compute in a narrower type, with that type; and the batches of the watched step.
     """
     # The fast reduction adds in the order of the microbatches; the exact one, which alone compresses, has a
     # fixed order of its own and takes no other.
@@ -251,9 +349,10 @@ def _rerun(
         seen = Rounding(trainer, EPS[subject.dtype])
     shares = opened.give_shares(trainer)
     if shuffles and not is_compressed:
-        shares = shuffle_shares(shares, number)
-    run_steps(trainer, shares, subject.num_steps, spread)
-    return {} if seen is None else seen.narrow
+        shares = _shuffle_shares(shares, number)
+    watch = Watch(trainer, spread, subject.dtype, step) if step else None
+    run_steps(trainer, shares, subject.num_steps, spread, watch)
+    return {} if seen is None else seen.narrow, {} if watch is None else watch.batches
 
 
 def _find_ordered(
@@ -269,7 +368,7 @@ def _find_ordered(
     return list(dict.fromkeys(found))
 
 
-def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
+def _shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
     """Yield the same global batches with their microbatches in another order.
 
     Each microbatch keeps its number, and so its seeds and its place in BatchNorm's running statistics.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from paceline.data.share import Share
 from paceline.train.trainer import Trainer
 from paceline.verifying.observe import are_apart, list_optimizer_state, list_tensors, take_local
+
+if TYPE_CHECKING:
+    from paceline.verifying.watch import Watch
 
 # In the order in which a step produces them, so that the first kind that differs is the first difference.
 KINDS = ("initial", "weight of the batch", "loss", "gradient", "norm", "weight", "buffer", "optimizer")
@@ -34,14 +38,14 @@ def run_steps(
     shares: Iterator[Share],
     num_steps: int,
     observer: Observer,
-    *,
-    before_step: Callable[[int, Share], None] | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Take `num_steps` optimizer steps; collective.
 
     Order: initial weights and buffers as step 0; per step gradients (after reduction, before clipping), the
     batch's weight, loss and global norm, weights and buffers; at the end the optimizer's state. Of islands
-    after their warm-up, only the global weights and statistics.
+    after their warm-up, only the global weights and statistics. `watch` adds the tensors at the boundaries of
+    modules in one step.
 
     Raises:
         StopIteration: never; `shares` has no end.
@@ -59,9 +63,8 @@ def run_steps(
     for number in range(1, num_steps + 1):
         current = number
         share = next(shares)
-        if before_step is not None:
-            before_step(number, share)
-        step = trainer.step(share)
+        with nullcontext() if watch is None else watch.watching(number, share):
+            step = trainer.step(share)
         if not are_apart(trainer):
             update = next(iter(step.updates.values()))
             observer.number(number, "weight of the batch", update.weight)

@@ -176,6 +176,12 @@ class UserSubject:
     def with_dtype(self, dtype: str) -> UserSubject:
         return replace(self, dtype=dtype)
 
+    def settle_type(self) -> UserSubject:
+        """Return it in fp64 if its type is `"auto"`, or in fp32 if gradients are compressed."""
+        if self.dtype != "auto":
+            return self
+        return self.with_dtype("fp64" if self.read(CompressSection).kind == "none" else "fp32")
+
     def read(self, section: type[SectionT]) -> SectionT:
         name = _NAMES[section]
         found: SectionT = validate_section(name, section, self.settings.get(name))

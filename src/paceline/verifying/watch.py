@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,11 @@ from paceline.verifying.observe import (
     wrap_functions,
 )
 from paceline.verifying.precision import Modules, Types
+from paceline.verifying.run_steps import Observer
 from paceline.verifying.settings import list_hooks, list_module_settings
 
+# The kinds of an event and of its gradient, as an observer gets them. The name is `microbatch/event`.
+EVENT, EVENT_GRADIENT = "event", "gradient of event"
 # The start of the side of a weight's event, and the microbatch number that such an event carries.
 WEIGHT = "weight "
 ONCE = -1
@@ -81,41 +84,35 @@ class Event:
         return cls(module, int(call), side, int(place))
 
 
-class EventSink(Protocol):
-    """A receiver of the events."""
-
-    def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
-        """Receive a tensor, or its gradient; valid during the call only."""
-
-    def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
-        """Receive the loss sum and the weight of a microbatch."""
-
-
 class Watch:
-    """The hooks on all modules of a trainer, active in the one step that `begin` starts.
+    """The hooks on all modules of a trainer, active in one step.
 
     Args:
         trainer: the trainer whose model is watched.
-        sink: receives the events.
+        observer: receives the events.
         dtype: of training.
+        step: that is watched.
 
     Attributes:
+        step: that is watched.
         ran: numbers of the microbatches that this rank ran forward in that step, in order.
         microbatch: the number of the running microbatch, -1 outside.
         batches: digests of the tensors of this rank's microbatches, by `microbatch/place in the batch`.
+        losses: by microbatch, (sum of losses, weight).
         types: the narrowest types that operations computed in.
     """
 
-    def __init__(self, trainer: Trainer, sink: EventSink, dtype: str) -> None:
+    def __init__(self, trainer: Trainer, observer: Observer, dtype: str, step: int) -> None:
         self.ran: list[int] = []
         self.microbatch = -1
-        self._trainer, self._sink = trainer, sink
+        self._trainer, self._observer, self.step = trainer, observer, step
         self._waiting: list[tuple[int, Any]] | None = None
         self._numbers: list[int] = []
         self._inside = False
         self._calls: Counter[str] = Counter()
         self._shown: set[str] = set()
         self.batches: dict[str, str] = {}
+        self.losses: dict[int, tuple[float, float]] = {}
         self.modules = Modules(trainer.model)
         self.types = Types(self.modules, EPS[dtype])
         wrap_functions(trainer, self._forward, self._loss)
@@ -123,22 +120,23 @@ class Watch:
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 self._hook(name, module)
 
-    def begin(self, share: Share) -> None:
-        """Watch the next step, which trains on `share`."""
+    @contextmanager
+    def watching(self, step: int, share: Share) -> Iterator[None]:
+        """Watch the step inside the block, which trains on `share`, if it is the one to be watched."""
+        if step != self.step:
+            yield
+            return
         self._waiting = list(share.microbatches)
         self._numbers = [number for number, _ in share.microbatches]
-        self.ran = []
         for number, batch in share.microbatches:
             for path, leaf in tree_flatten_with_path(batch)[0]:
                 if isinstance(leaf, Tensor):
                     self.batches[f"{number}/{keystr(path)}"] = digest([leaf])
-        self.types.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """End the watched step."""
-        if self._waiting is not None:
-            self.types.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._waiting = None
+        with self.types:
+            try:
+                yield
+            finally:
+                self._waiting = None
 
     def _forward(self, inner: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
         if self._waiting is None or is_trial(self._trainer):
@@ -155,18 +153,18 @@ class Watch:
             self.ran.append(self.microbatch)
         self.types.microbatch = self.microbatch
         self._calls.clear()
-        with self._watching():
+        with self._in_forward():
             return inner(model, batch)
 
     def _loss(self, inner: Callable[..., Any], output: Any, batch: Any) -> Any:
         result = inner(output, batch)
         if self._waiting is not None and self.microbatch >= 0 and not is_trial(self._trainer):
             loss_sum, weight = weigh(result, batch)
-            self._sink.loss(self.microbatch, float(loss_sum.detach()), float(weight.detach()))
+            self.losses[self.microbatch] = float(loss_sum.detach()), float(weight.detach())
         return result
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _in_forward(self) -> Iterator[None]:
         self._inside = self.types.is_forward = True  # forwards that backward recomputes are no events
         try:
             yield
@@ -195,11 +193,11 @@ class Watch:
             if is_stub(tensor):
                 continue
             event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
-            self._sink.event(microbatch, event, take_local(tensor), gradient=False)
+            self._pass_on(microbatch, event, tensor)
             if tensor.requires_grad and not has_part_of_gradient(tensor):
 
                 def show(gradient: Tensor, event: Event = event, microbatch: int = microbatch) -> None:
-                    self._sink.event(microbatch, event, take_local(gradient), gradient=True)
+                    self._pass_on(microbatch, event, gradient, EVENT_GRADIENT)
 
                 tensor.register_hook(show)  # type: ignore[no-untyped-call]
 
@@ -212,7 +210,10 @@ class Watch:
                 continue
             if not hasattr(parameter, "to_local"):  # gathered, or never sharded
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
-                self._sink.event(ONCE, event, take_local(parameter), gradient=False)
+                self._pass_on(ONCE, event, parameter)
+
+    def _pass_on(self, microbatch: int, event: Event, tensor: Tensor, kind: str = EVENT) -> None:
+        self._observer.tensor(self.step, kind, f"{microbatch}/{event}", "", take_local(tensor))
 
 
 def take_matching(trainer: Trainer, waiting: list[tuple[int, Any]], batch: Any) -> int:
@@ -232,7 +233,7 @@ def take_matching(trainer: Trainer, waiting: list[tuple[int, Any]], batch: Any) 
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """The facts about a module from which a cause may follow; can be written as JSON.
+    """The facts about a module from which a cause may follow.
 
     Attributes:
         kind: name of its class.

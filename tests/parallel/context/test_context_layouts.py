@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from paceline.recipe import parse_recipe
-from paceline.verifying.check import resolve_layout, verify_recipe
+from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool
 from tests.train.test_pipeline_layouts import FAST, build
 from tests.train.test_pipeline_ragged import Uneven, long_gpt
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 from tests.verifying.test_faults import recipe_table
 
 LAYOUTS = {
