@@ -128,8 +128,8 @@ def _print_summaries(summaries: list[CheckpointSummary]) -> None:
     newest = summaries[-1]
     if newest.identity:
         print(f"\nstep {newest.step} was written by")
-        rows = [(f"  {key}", str(value)) for key, value in newest.identity.items()]
-        print(format_rows(rows, to_left=True))
+        identity = [(f"  {key}", str(value)) for key, value in newest.identity.items()]
+        print(format_rows(identity, to_left=True))
     for summary in summaries:
         for finding in summary.findings:
             print(f"\n{finding}")

@@ -241,10 +241,10 @@ class Comparer:
                 hooks = [{"hooks": ", ".join(facts.hooks)} for facts in (there, module)]
                 found.settings += compare_settings(self._rank, name, *hooks)
         for name in {d.event.module for d in found.differences if d.event.side == "out"}:
-            owner = trainer.model.get_submodule(name)
-            copies = {key: value for key, value in vars(owner).items() if isinstance(value, Tensor)}
+            inner = trainer.model.get_submodule(name)
+            copies = {key: value for key, value in vars(inner).items() if isinstance(value, Tensor)}
             for key, value in copies.items():
-                for weight in own_parameters(owner):
+                for weight in own_parameters(inner):
                     full = f"{name}.{weight}" if name else weight
                     if (step := self._find_step(full, take_local(value), watch.step)) is not None:
                         found.stale_copies[name] = key, step
