@@ -25,10 +25,10 @@ from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import build_loader, build_trainer
-from paceline.verifying.check import resolve_layout, verify_recipe
+from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool
 from tests.train.test_experts import SIZES, build_foreign, recipe_table, train_foreign, train_one_expert
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 
 REPLICAS = {"dp_replicate=2 ep=2": 2, "dp_replicate=4 ep=2": 4, "dp_replicate=4 ep=4": 4}
 SHARDS = {"dp_shard=2 ep=2": 2, "dp_replicate=2 dp_shard=2 ep=4": 4}

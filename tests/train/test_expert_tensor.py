@@ -10,10 +10,10 @@ import torch
 from paceline.errors import PacelineError
 from paceline.parallel.tensor.plan import find_plan
 from paceline.recipe.load import parse_recipe
-from paceline.verifying.check import resolve_layout, verify_recipe
+from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool
 from tests.train.test_experts import SIZES, Tokens, build_foreign, recipe_table, train_foreign
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 
 LAYOUTS = ("dp_replicate=2 ep=2 tp=2", "dp_shard=2 ep=2 tp=2")
 

@@ -15,10 +15,10 @@ from paceline.models.moe import MoeGpt
 from paceline.recipe import parse_recipe
 from paceline.recipe.schema import MoeModel
 from paceline.train.tasks import balanced_token_loss
-from paceline.verifying.check import resolve_layout, verify_recipe
+from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool
 from tests.train.cases import MOE, text_recipe, train_recipe_table
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 
 VOCAB, SEQ = 40, 8
 

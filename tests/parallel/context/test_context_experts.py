@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from paceline.errors import PacelineError
 from paceline.recipe import parse_recipe
-from paceline.verifying.check import resolve_layout, verify_recipe
+from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool
 from tests.train.test_expert_lists import LOOPS, WIDTH, Ids, Model, build_trainer
 from tests.train.test_experts import recipe_table, train_foreign
-from tests.verifying.runs import PoolRunner
+from tests.verifying.runs import PoolRunner, verify_recipe
 
 
 @pytest.mark.parametrize(
