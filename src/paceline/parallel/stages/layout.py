@@ -30,7 +30,7 @@ from paceline.parallel.stages.compiling import compile_blocks
 from paceline.parallel.stages.plan import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.shards import StageShards
-from paceline.parallel.stages.stage import run_stage
+from paceline.parallel.stages.stage import StageRun
 from paceline.phrases import name_some
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
@@ -54,7 +54,7 @@ class Stages:
         masks: the model's dropout.
         device: of the laid-out model.
         rows: of the stretches that cp divides.
-        has_modes: see `run_stage`.
+        has_modes: see `StageRun`.
 
     Attributes:
         homes: by stage, the rank of pp that holds it.
@@ -221,18 +221,10 @@ class Stages:
     def run(
         self, cut: StageCut, stage: int, received: dict[Made, Tensor], run: Callable[[], Any]
     ) -> tuple[dict[Made, Tensor], Any]:
-        """Run one stage; see `run_stage`."""
+        """Run one stage; see `StageRun`."""
         self.divide_rows(cut)
-        return run_stage(
-            self._modules,
-            self._blocks,
-            cut,
-            stage,
-            received,
-            run,
-            self._device,
-            has_modes=self._has_modes,
-        )
+        stage_run = StageRun(self._modules, self._blocks, cut, stage, received, self._device, self._has_modes)
+        return stage_run.compute(run)
 
     def compile(self) -> None:
         """Compile each block of this rank's stages."""

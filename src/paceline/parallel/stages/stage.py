@@ -33,18 +33,8 @@ class _Left(BaseException):
     """The forward has reached the next stage. No error, so that no `except Exception` of a model stops it."""
 
 
-def run_stage(
-    modules: Sequence[tuple[str, nn.Module]],
-    blocks: Collection[str],
-    cut: StageCut,
-    stage: int,
-    received: dict[Made, Tensor],
-    run: Callable[[], Any],
-    device: torch.device,
-    *,
-    has_modes: bool = False,
-) -> tuple[dict[Made, Tensor], Any]:
-    """Run one stage.
+class StageRun(Walker):
+    """One run of a stage.
 
     Args:
         modules: all of the model's, with their full names; this stage's have their parameters.
@@ -52,34 +42,11 @@ def run_stage(
         cut: of a forward on a batch of the same shapes.
         stage: its number.
         received: the tensors of `cut.crossings[stage]`.
-        run: calls the model.
         device: of the model.
         has_modes: whether the model's modules use modes for functions of torch, as tp does; these see the
             calls inside of blocks too.
-
-    Returns:
-        The tensors of `cut.crossings[stage + 1]`, and the model's output on the last stage, else `None`.
-
-    Raises:
-        PacelineError: PL482 if the forward takes another path than the recorded one.
     """
-    runner = _StageRun(modules, blocks, cut, stage, received, device, has_modes)
-    output = None
-    try:
-        with runner.following():
-            output = run()
-    except _Left:
-        pass
-    else:
-        if stage + 1 < cut.num_stages:
-            raise _path_error("it ended before the next stage began")
-    missing = [made for made in runner.wanted if made not in runner.sent]
-    if missing:
-        raise _path_error(f"{len(missing)} of the tensors that the next stage needs were not made")
-    return {made: runner.sent[made] for made in runner.wanted}, output
 
-
-class _StageRun(Walker):
     def __init__(
         self,
         modules: Sequence[tuple[str, nn.Module]],
@@ -92,15 +59,37 @@ class _StageRun(Walker):
     ) -> None:
         super().__init__(modules, blocks)
         self._has_modes = has_modes
-        self.wanted = [tensor.made for tensor in cut.crossings[stage + 1]]
-        self.sent = {made: received[made] for made in self.wanted if made in received}
+        self._sent = {t.made: received[t.made] for t in cut.crossings[stage + 1] if t.made in received}
         self._record = cut.record
         self._first, self._end = cut.starts[stage], cut.starts[stage + 1]
         self._is_last = stage + 1 == cut.num_stages
         self._received = received
         self._device = device
-        self._wanted = set(self.wanted)
+        self._wanted = {tensor.made: None for tensor in cut.crossings[stage + 1]}
         self._stubs: dict[int, Tensor] = {}
+
+    def compute(self, run: Callable[[], Any]) -> tuple[dict[Made, Tensor], Any]:
+        """Return the tensors of `cut.crossings[stage + 1]`, and the model's output on the last stage.
+
+        Args:
+            run: calls the model.
+
+        Raises:
+            PacelineError: PL482 if the forward takes another path than the recorded one.
+        """
+        output = None
+        try:
+            with self.following():
+                output = run()
+        except _Left:
+            pass
+        else:
+            if not self._is_last:
+                raise _path_error("it ended before the next stage began")
+        missing = self._wanted.keys() - self._sent.keys()
+        if missing:
+            raise _path_error(f"{len(missing)} of the tensors that the next stage needs were not made")
+        return {made: self._sent[made] for made in self._wanted}, output
 
     def enter_block(self, name: str) -> None:
         super().enter_block(name)
@@ -180,9 +169,9 @@ class _StageRun(Walker):
         return any(leaf.made in self._record.learned for leaf in result.leaves if leaf.made is not None)
 
     def _take(self, made: Made | None, value: Any) -> None:
-        if made in self._wanted and made not in self.sent and isinstance(value, Tensor):
+        if made in self._wanted and made not in self._sent and isinstance(value, Tensor):
             assert made is not None
-            self.sent[made] = value
+            self._sent[made] = value
 
     def _answer(self, result: Result, inputs: list[Tensor]) -> Any:
         leaves: list[Any] = []
