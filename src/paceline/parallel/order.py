@@ -24,7 +24,6 @@ from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
-from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.experts.find import list_mixtures, open_experts
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.experts.loop import open_loops
@@ -33,6 +32,7 @@ from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
+from paceline.parallel.stages.compiling import compile_call
 from paceline.parallel.stages.layout import Stages
 from paceline.parallel.sums.buckets import BucketSums
 from paceline.parallel.sums.gradients import check_dense
@@ -40,7 +40,7 @@ from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe.layout import Layout
-from paceline.torch_seams.modules import find_call, set_compiled_call
+from paceline.torch_seams.modules import set_compiled_call
 
 log = logging.getLogger(__name__)
 
@@ -397,7 +397,7 @@ def _replicate(
     assert mesh is not None
     replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
     ddp = replace(settings.ddp, gradient_as_bucket_view=False) if settings.keeps_gradients else settings.ddp
-    replica = Replica(model, mesh.replicas, ddp, exact, settings.comm_hook, apart, is_aligned=True)
+    replica = Replica(model, mesh.replicas, ddp, exact, settings.comm_hook, apart)
     log.info(
         "replicate: DistributedDataParallel over %s, %s reduction",
         " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
@@ -429,7 +429,7 @@ def _compile(model: nn.Module, layout: Layout, plan: SplitPlan | None) -> None:
     }
     for name, module in blocks:
         if name not in kept:
-            _compile_module(module)
+            set_compiled_call(module, compile_call(module))
     what = f"{len(blocks) - len(kept)} of {len(blocks)} blocks" if by_block else "the whole model"
     log.info("compile: torch.compile over %s", what)
     if kept:
@@ -438,17 +438,6 @@ def _compile(model: nn.Module, layout: Layout, plan: SplitPlan | None) -> None:
             len(kept),
             ", ".join(name or "the model" for name in changed[:8]),
         )
-
-
-def _compile_module(module: nn.Module) -> None:
-    call = find_call(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    # The same as Module.compile(), with a frame of Paceline in between: the compiler skips the frames of
-    # torch.nn's own classes, so that it would silently leave an nn.Sequential uncompiled.
-    set_compiled_call(module, compiled(module, torch.compile(forward)))
 
 
 def _refuse_synchronised(model: nn.Module) -> None:

@@ -39,7 +39,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.sums.buckets import BucketSums, complete_future
@@ -111,8 +110,7 @@ class Replica:
     """A model whose gradients are summed over the ranks of a mesh axis.
 
     Collective: every rank of the axis must construct it, and run the same number of synchronising
-    backwards. Construction broadcasts parameters and buffers from the axis' first rank, unless they are
-    aligned.
+    backwards. Its ranks hold the same values already.
 
     Args:
         model: the model, on its device, in its final dtype, with parameters to train.
@@ -122,7 +120,6 @@ class Replica:
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
         apart: parameters that differ between the ranks; their gradients are summed elsewhere.
-        is_aligned: whether all ranks are known to hold the same values.
 
     Attributes:
         group: the ranks that hold copies.
@@ -144,8 +141,6 @@ class Replica:
         exact: BucketSums | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         apart: Sequence[Tensor] = (),
-        *,
-        is_aligned: bool = False,
     ) -> None:
         assert exact is None or comm_hook is None
         self._loss_module = LossModule(model, apart)
@@ -169,11 +164,6 @@ class Replica:
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = self._waited_s = 0.0
         self._is_showing = False
-        if not is_aligned:
-            # Not DDP, which sends numbers and not bytes: gloo knows fewer types than tensors have.
-            others = {id(parameter) for parameter in apart}
-            shared = [parameter for parameter in model.parameters() if id(parameter) not in others]
-            broadcast_tensors([*shared, *model.buffers()], self.group)
         self._ddp = DistributedDataParallel(
             self._loss_module,
             process_group=self.group,

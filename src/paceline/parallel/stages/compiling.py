@@ -8,7 +8,7 @@ forward, which needs shapes alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,6 +21,18 @@ from paceline.torch_seams.modules import find_call, set_compiled_call
 log = logging.getLogger(__name__)
 
 
+def compile_call(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's call, compiled."""
+    call = find_call(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    # The same as Module.compile(), with a frame of Paceline in between: the compiler skips the frames of
+    # torch.nn's own classes, so that it would silently leave an nn.Sequential uncompiled.
+    return compiled(module, torch.compile(forward))
+
+
 def compile_blocks(model: nn.Module, names: Collection[str], held: Collection[str]) -> None:
     """Compile blocks for the stages that they belong to.
 
@@ -30,15 +42,6 @@ def compile_blocks(model: nn.Module, names: Collection[str], held: Collection[st
         held: those of them that this rank computes.
     """
     for name in names:
-        _compile_block(name, model.get_submodule(name))
+        module = model.get_submodule(name)
+        set_compiled_call(module, CompiledBlock(name, find_call(module), compile_call(module)))
     log.info("compile: torch.compile over %d blocks of this rank's stages", len(held))
-
-
-def _compile_block(name: str, module: nn.Module) -> None:
-    call = find_call(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    compiled_call = compiled(module, torch.compile(forward))
-    set_compiled_call(module, CompiledBlock(name, call, compiled_call))
