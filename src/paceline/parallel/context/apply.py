@@ -57,7 +57,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
             change_input(module, crossing.keys, change)
         else:
             if crossing.sums:
-                change_input(module, crossing.keys, _add_up_gradient(axis))
+                change_input(module, crossing.keys, partial(copy, axis=axis))
             change_output(module, change)
     for call in plan.attending:
         inside[call.module][call.spot] = attend_by_rows(
@@ -71,11 +71,15 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         unknown = refuse_unknown(name) if name in {call.module for call in plan.attending} else None
         change_calls(modules[name], WATCHED | ATTENDING, listed, unknown)
     for stretch, own in zip(plan.stretches, rows, strict=True):
-        change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))
-        change_output(modules[stretch.last], _join(own, stretch.dim))
+        change_input(modules[stretch.first], stretch.keys, partial(take_rows, dim=stretch.dim, rows=own))
+        change_output(modules[stretch.last], partial(join_rows, dim=stretch.dim, rows=own))
     for entering in plan.entering:  # behind the stream's hook, which counts the rows
         dim = entering.dim
-        change = _add_up_gradient(axis) if dim is None else _enter(rows[entering.stretch], dim)
+        change = (
+            partial(copy, axis=axis)
+            if dim is None
+            else partial(cut_entering, dim=dim, rows=rows[entering.stretch])
+        )
         change_argument(modules[entering.module], entering.path, change)
     for mixture in plan.whole:
         module, own = modules[mixture.module], rows[mixture.stretch]
@@ -89,29 +93,13 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
     return rows
 
 
-def _take(rows: Rows, dim: int) -> Change:
-    return lambda tensor: take_rows(tensor, dim, rows)
-
-
-def _enter(rows: Rows, dim: int) -> Change:
-    return lambda tensor: cut_entering(tensor, dim, rows)
-
-
-def _join(rows: Rows, dim: int) -> Change:
-    return lambda tensor: join_rows(tensor, dim, rows)
-
-
-def _add_up_gradient(axis: Axis) -> Change:
-    return lambda tensor: copy(tensor, axis)
-
-
 def _cross(crossing: Crossing, rows: Rows) -> Change:
-    dim, split, rank = crossing.dim, crossing.split, rows.axis.rank
+    dim, split = crossing.dim, crossing.split
     if crossing.kind == "to_heads":
-        return lambda tensor: to_heads(tensor, dim, split, rows)
+        return partial(to_heads, dim=dim, split=split, rows=rows)
     if crossing.kind == "to_rows":
-        return lambda tensor: to_rows(tensor, dim, split, rows)
-    return lambda tensor: split.take(tensor, rank)
+        return partial(to_rows, dim=dim, split=split, rows=rows)
+    return partial(split.take, rank=rows.axis.rank)
 
 
 def _cross_call(crossing: Crossing, change: Change, axis: Axis) -> CallChange:
@@ -119,7 +107,7 @@ def _cross_call(crossing: Crossing, change: Change, axis: Axis) -> CallChange:
         if crossing.kind == "to_rows":
             return run(*change_operand(func, args, change), **kwargs)
         if crossing.sums:
-            args = change_operand(func, args, _add_up_gradient(axis))
+            args = change_operand(func, args, partial(copy, axis=axis))
         return change(run(*args, **kwargs))
 
     return cross
