@@ -23,7 +23,7 @@ def end_connections_to(port: int) -> int:
         with suppress(OSError):
             one = socket.socket(fileno=os.dup(int(name)))
             with one:
-                if one.getpeername()[1] == port:
+                if one.getpeername()[1:2] == (port,):  # a path, of a Unix socket
                     one.shutdown(socket.SHUT_RDWR)
                     ended += 1
     return ended
