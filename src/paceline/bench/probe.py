@@ -225,7 +225,7 @@ def _find_memory(world: World, per_node: int) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     use = Gauge().read_fullest()
-    return 1e9 if use is None else (use.limit - use.used) / per_node
+    return (use.limit - use.used) / per_node
 
 
 # ---- several ranks

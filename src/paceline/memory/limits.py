@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 LimitKind = Literal["cgroup", "machine", "address space", "device"]
 _PAGE = resource.getpagesize()
 _MOUNT = Path("/sys/fs/cgroup")
 # Version 1 writes the largest number that it knows for "no limit".
 _UNLIMITED = 1 << 60
-_STATUS = {"VmHWM": "peak", "RssAnon": "anonymous", "RssShmem": "shared", "VmSize": "address_space"}
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,15 @@ class Use:
         return self.used / self.limit if self.limit else 0.0
 
 
-@dataclass(frozen=True)
-class ProcessMemory:
-    """The memory of a process, in bytes.
-
-    Attributes:
-        anonymous: its own pages, which no file has.
-        shared: pages in shared memory that it has touched.
-        peak: the most that was resident so far, pages of files included.
-        address_space: all that is mapped, used or not.
-    """
-
-    anonymous: int = 0
-    shared: int = 0
-    peak: int = 0
-    address_space: int = 0
-
-
-def read_process(pid: int | str = "self") -> ProcessMemory | None:
-    """Return the memory of a process, `None` if it has ended."""
-    found: dict[str, int] = {}
+def read_anonymous(pid: int | str = "self") -> int | None:
+    """Return the bytes of a process that no file has, shared memory included; `None` if it has ended."""
+    found = None
     with suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key in _STATUS:
-                found[_STATUS[key]] = int(value.split()[0]) * 1024
-    return ProcessMemory(**found) if found else None
+            if key in ("RssAnon", "RssShmem"):
+                found = (found or 0) + int(value.split()[0]) * 1024
+    return found
 
 
 def read_resident() -> int:
@@ -86,17 +70,10 @@ def read_address_space() -> Use | None:
     return None
 
 
-def read_machine() -> Use | None:
+def read_machine() -> Use:
     """Return the use of this machine's memory."""
-    values: dict[str, int] = {}
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(":")
-            if key in ("MemTotal", "MemAvailable"):
-                values[key] = int(value.split()[0]) * 1024
-    if len(values) < 2:
-        return None
-    return Use("machine", values["MemTotal"], values["MemTotal"] - values["MemAvailable"])
+    memory = psutil.virtual_memory()
+    return Use("machine", memory.total, memory.total - memory.available)
 
 
 class Gauge:
@@ -110,10 +87,10 @@ class Gauge:
         uses = [use for group in self._groups if (use := group.read()) is not None]
         return max(uses, key=lambda use: use.share, default=None)
 
-    def read_fullest(self) -> Use | None:
+    def read_fullest(self) -> Use:
         """Return the fullest of the cgroup and the machine."""
-        uses = [use for use in (self.read_group(), read_machine()) if use is not None]
-        return max(uses, key=lambda use: use.share, default=None)
+        group, machine = self.read_group(), read_machine()
+        return machine if group is None or group.share < machine.share else group
 
 
 @dataclass(frozen=True)
@@ -174,8 +151,7 @@ def count_private(pid: int) -> int:
             key, _, value = line.partition(":")
             if key == "Pss_Anon":
                 return int(value.split()[0]) * 1024
-    memory = read_process(pid)
-    return 0 if memory is None else memory.anonymous
+    return read_anonymous(pid) or 0
 
 
 def list_children(pid: int) -> list[int]:

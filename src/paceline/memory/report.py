@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.memory.account import Account
 from paceline.memory.errors import find_request, is_of_device, is_out_of_memory
 from paceline.memory.holders import list_frames
-from paceline.memory.limits import Gauge, Use, read_address_space, read_machine
+from paceline.memory.limits import Use, read_address_space, read_machine
 from paceline.memory.steps import STEPS
 from paceline.memory.walk import MemoryWalk, find_main_frames
 
@@ -76,7 +76,7 @@ def _find_short(request: int) -> Use | None:
     space = read_address_space()
     if space is not None and space.used + request > space.limit * 0.9:
         return space
-    return read_machine() or Gauge().read_fullest()
+    return read_machine()
 
 
 def _read_device() -> Use | None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.memory.account import Steps
-from paceline.memory.limits import ProcessMemory, read_process, read_resident
+from paceline.memory.limits import read_anonymous, read_resident
 from paceline.torch_seams.watching import hide_from_compiler
 
 # Unix counts the peak in kilobytes, macOS in bytes.
@@ -31,12 +31,12 @@ class StepMemory:
     """The memory of this process's steps.
 
     Attributes:
-        base: what the process held before its script ran.
+        base: bytes that the process held before its script ran.
         count: steps so far.
     """
 
     def __init__(self) -> None:
-        self.base = ProcessMemory()
+        self.base = 0
         self.count = 0
         self._peak = self._first = self._last = 0
         # Replaced as a whole, because threads add to it.
@@ -54,7 +54,7 @@ class StepMemory:
         """
         if self._handle is not None:
             return
-        self.base = read_process() or ProcessMemory()
+        self.base = read_anonymous() or 0
         self._torch = torch
         self.hold_reserve()
         hide_from_compiler(torch, StepMemory._note)

@@ -40,7 +40,7 @@ from paceline.memory.limits import (
     Use,
     count_private,
     list_children,
-    read_process,
+    read_anonymous,
 )
 from paceline.memory.modules import OUTSIDE, Anchor, Neighbours, find_models
 from paceline.memory.steps import STEPS
@@ -338,10 +338,9 @@ class MemoryWalk:
                 kinds["freed"], kinds["rest"] = max(0, total - held), max(0, held - tensors)
                 kinds["request"] = request
                 return max(total, tensors) + request
-        memory = read_process()
-        anonymous = tensors if memory is None else memory.anonymous + memory.shared
+        anonymous = read_anonymous() or tensors
         rest = max(0, anonymous - tensors)
-        base = min(rest, STEPS.base.anonymous)
+        base = min(rest, STEPS.base)
         kinds["base"], kinds["rest"], kinds["request"] = base, rest - base, request
         return max(anonymous, tensors) + request
 

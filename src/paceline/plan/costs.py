@@ -139,7 +139,6 @@ class ModelCosts:
         copies_weights: whether autocast keeps a narrow copy of each weight of a step.
         eager: whether kernels start one by one, as without `torch.compile`.
         overlaps: whether sums of gradients and gathers of shards run beside computing.
-        experts: of each mixture.
         selective_again: share of the products that selective recompute makes again: none here, half in
             torchtitan.
         is_transformer: as all published runs behind the interval are.
@@ -163,7 +162,6 @@ class ModelCosts:
     copies_weights: bool = False
     eager: bool = True
     overlaps: bool = True
-    experts: int = 0
     selective_again: float = 0.0
     is_transformer: bool = True
     factor: float = 1.0

@@ -69,7 +69,6 @@ def of_recipe(recipe: Recipe, vocab_size: int | None = None) -> ModelCosts:
         eager=not train.compile,
         remarks=tuple(_list_remarks(recipe)),
         is_transformer=not isinstance(recipe.model, ResnetModel),
-        experts=recipe.model.experts if isinstance(recipe.model, MoeModel) else 0,
     )
 
 

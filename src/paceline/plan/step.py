@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from paceline.pipeline.orders import make_schedule
-from paceline.pipeline.schedule import ActionKind, Schedule
+from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs as StageCosts
 from paceline.pipeline.simulate import simulate
 from paceline.plan.cluster import Cluster, Processor
@@ -293,7 +293,6 @@ def _simulate(named: _Named, level: tuple[float, ...], message: float) -> float:
         for f, b in zip(forward, backward, strict=True)
     ]
     own = [b - w for b, w in zip(backward, weight, strict=True)]
-    assert ActionKind.WEIGHT
     return simulate(schedule, StageCosts(forward, own, weight, backward, message)).total
 
 

@@ -534,7 +534,7 @@ class Islands:
             free: float = torch.cuda.mem_get_info(self._device)[0]
         else:
             use = Gauge().read_fullest()
-            free = math.inf if use is None else use.limit - use.used
+            free = use.limit - use.used
         if needed > free:
             raise PacelineError(
                 "PL674",

@@ -63,9 +63,6 @@ class MemoryGuard:
             self._gauge = Gauge()
         use = self._gauge.read_fullest()
         now_s = time.monotonic()
-        if use is None:
-            self.next_s = now_s + _LONGEST_S
-            return
         is_new = use.share >= self._level + _RISE or now_s > self._taken_s + _PAUSES * max(1.0, self._walk_s)
         if use.share >= _FIRST and is_new:
             self._take(use)
