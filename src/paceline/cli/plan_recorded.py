@@ -36,7 +36,12 @@ def run(args: argparse.Namespace, cluster: Cluster, fit: Constants) -> int:
     from paceline.profiling.analysis import analyse
     from paceline.profiling.read import read_traces
 
-    step = read_step(analyse(read_traces([args.recorded])), args.recorded)
+    traces = read_traces([args.recorded])
+    step = read_step(analyse(traces), args.recorded)
+    remark = ""
+    if cluster.processor.is_cpu == any(trace.device is not None for trace in traces):
+        there = "CPUs" if not cluster.processor.is_cpu else "GPUs"
+        remark = f"recorded on {there}: work takes their time, and only the links are those of the cluster"
     rows: list[tuple[Projection, Interval]] = []
     for part in _list_sizes(cluster):
         found = project(step, part, fit.contention)
@@ -48,9 +53,9 @@ def run(args: argparse.Namespace, cluster: Cluster, fit: Constants) -> int:
     ]
     if args.json:
         table = [asdict(found) | {"efficiency": _ends(found, bar)} for found, bar in rows]
-        print(json.dumps({"recorded": asdict(step), "projected": table}))
+        print(json.dumps({"recorded": asdict(step), "projected": table, "remark": remark}))
     else:
-        print("\n".join(_describe(step, args.target, cluster, rows, buckets)))
+        print("\n".join(_describe(step, args.target, cluster, rows, buckets, remark)))
     return 0
 
 
@@ -117,6 +122,7 @@ def _describe(
     cluster: Cluster,
     rows: Sequence[tuple[Projection, Interval]],
     buckets: Sequence[tuple[int, Projection]],
+    remark: str,
 ) -> Iterator[str]:
     sent = math.fsum(call.num_bytes * call.times for call in step.calls)
     yield (
@@ -124,7 +130,8 @@ def _describe(
         f"{format_seconds(step.work_s)} of it own work; {sent / 2**20:.1f} MiB in "
         f"{sum(call.times for call in step.calls):.0f} collectives, {step.backward_share:.0%} in backward"
     )
-    yield f"{cluster}; each rank keeps its work and its share of the batch\n"
+    yield f"{cluster}; each rank keeps its work and its share of the batch"
+    yield f"{remark}\n" if remark else ""
     table = [("ranks", "step", "efficiency", "80% interval", "communication", "exposed")]
     for found, bar in rows:
         low, high = _ends(found, bar)
