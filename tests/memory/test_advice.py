@@ -24,11 +24,11 @@ FULL = Account(
         "activations": 4 * GB,
         "base": 3 * GB // 2,
     },
-    modules=(ModuleMemory("blocks.0.attn", "Attention", 3 * GB, "SoftmaxBackward0"),),
+    modules=(ModuleMemory("blocks.0.attn", "Attention", 3 * GB),),
     batch=(BatchTensor("x", (16, 512), "int64", 65536),),
     steps=Steps(count=4, peak=9 * GB, first=5 * GB, last=5 * GB),
     progress=Progress("train.py:9 in train", "blocks.3", "Block", "forward", 0.5, has_graph=True),
-    model=ModelState(GB, "AdamW", 2 * GB, "blocks", 8, 4 * GB, 4 * GB),
+    model=ModelState(GB, 2 * GB, "blocks", 8, 4 * GB, 4 * GB),
     num_ranks=2,
 )
 

@@ -110,7 +110,7 @@ def test_a_real_step_is_within_the_estimated_range(kind: type[Net], name: str, s
 
 def test_an_optimizer_step_that_needs_more_than_the_backward_is_the_peak() -> None:
     account = replace(fall_short(), limit_kind="device")
-    model = replace(account.model, trained=10**9, optimizer="AdamW")
+    model = replace(account.model, trained=10**9)
     large = replace(
         account, model=model, kinds={**account.kinds, "parameters": 10**9}, total=account.total + 10**9
     )

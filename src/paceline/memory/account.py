@@ -42,13 +42,11 @@ class ModuleMemory:
         name: as in `named_modules`; "" for the model itself.
         kind: its class.
         num_bytes: saved by its operations and not by those of its children.
-        operation: autograd's name of the operation that saved most of it.
     """
 
     name: str
     kind: str
     num_bytes: int
-    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,6 @@ class Progress:
         module_kind: its class.
         phase: what the process was in.
         reached: the share of the model's parameters that the running forward had used; 1 after it.
-        forwards: how many times one graph runs through the model.
         has_graph: whether autograd saves anything for backward.
         is_evaluating: whether the model is in evaluation mode, and autograd saves for backward nevertheless.
     """
@@ -122,7 +119,6 @@ class Progress:
     module_kind: str = ""
     phase: Phase = "elsewhere"
     reached: float = 1.0
-    forwards: int = 1
     has_graph: bool = False
     is_evaluating: bool = False
 
@@ -133,7 +129,6 @@ class ModelState:
 
     Attributes:
         trained: bytes of parameters that get gradients.
-        optimizer: its class.
         expected_state: bytes that its state will have.
         repeated: modules of one class in a row, such as the blocks of a transformer: their common prefix.
         num_repeated: how many there are.
@@ -143,7 +138,6 @@ class ModelState:
     """
 
     trained: int = 0
-    optimizer: str = ""
     expected_state: int = 0
     repeated: str = ""
     num_repeated: int = 0
@@ -171,7 +165,6 @@ class Account:
         model: facts on it.
         num_workers: this rank's child processes.
         num_ranks: the world's size.
-        walk_s: how long the account took.
         is_raised: whether an exception reported that memory was exhausted; else the process still ran.
     """
 
@@ -190,7 +183,6 @@ class Account:
     model: ModelState = field(default_factory=ModelState)
     num_workers: int = 0
     num_ranks: int = 1
-    walk_s: float = 0.0
     is_raised: bool = False
 
     @property

@@ -57,7 +57,7 @@ def find_running(torch: Any, frames: Sequence[FrameType], models: Models) -> lis
 
 
 def describe_progress(
-    frames: Sequence[FrameType], running: str | None, models: Models, graph: Graph, forwards: int
+    frames: Sequence[FrameType], running: str | None, models: Models, graph: Graph
 ) -> Progress:
     """Return where the model was.
 
@@ -66,7 +66,6 @@ def describe_progress(
         running: the innermost module that runs.
         models: the live ones.
         graph: of the newest forward.
-        forwards: how many times it runs through the model.
     """
     phase = find_phase(frames)
     reached = 1.0
@@ -82,7 +81,6 @@ def describe_progress(
         module_kind="" if running is None else models.kind(running),
         phase="elsewhere" if phase == "forward" and running is None else phase,
         reached=reached,
-        forwards=forwards,
         has_graph=graph.num_nodes > 0,
         is_evaluating=bool(models.trained and graph.num_nodes)
         and not vars(models.roots[0]).get("training", True),
@@ -101,7 +99,7 @@ def describe_model(
         totals: bytes of activations by module.
     """
     trained = [parameter for parameter in models.parameters if parameter.requires_grad]
-    state, name = 0, ""
+    state = 0
     for optimizer in optimizers:
         name = type(optimizer).__name__
         with suppress(Exception):  # an optimizer of another form
@@ -112,7 +110,6 @@ def describe_model(
     inside = [size for module, size in totals.items() if not prefix or f"{module}.".startswith(f"{prefix}.")]
     return ModelState(
         trained=sum(map(_count, trained)),
-        optimizer=name,
         expected_state=state,
         repeated=prefix,
         num_repeated=number,

@@ -38,14 +38,12 @@ class Saved:
     Attributes:
         key, num_bytes: of the storage.
         order: of the node.
-        operation: the node's name.
         is_fp32: whether the tensor has 32-bit floating-point numbers.
     """
 
     key: Key
     num_bytes: int
     order: int
-    operation: str
     is_fp32: bool
 
 
@@ -136,7 +134,7 @@ class GraphWalk:
             storage = find_storage(tensor)
             if storage is not None:
                 is_fp32 = getattr(tensor, "dtype", None) == self._fp32
-                graph.saved.append(Saved(*storage, order, type(node).__name__, is_fp32))
+                graph.saved.append(Saved(*storage, order, is_fp32))
 
 
 def list_children(node: Any) -> Iterator[Any]:

@@ -109,7 +109,6 @@ class MemoryWalk:
             request: bytes that could not be allocated.
             num_ranks: the world's size.
         """
-        began_s = time.perf_counter()
         self._claim_state()
         held = self._find_variables()
         self._claim_inputs(held)
@@ -135,13 +134,10 @@ class MemoryWalk:
             holders=tuple(sorted(self._holders, key=lambda holder: -holder.num_bytes)[:_MANY_HOLDERS]),
             batch=tuple(sorted(self._batch, key=lambda one: -one.num_bytes)[:_MANY_INPUTS]),
             steps=STEPS.summarize(),
-            progress=describe_progress(
-                self._frames, self._running, self._models, self._graph, self._forwards
-            ),
+            progress=describe_progress(self._frames, self._running, self._models, self._graph),
             model=describe_model(self._models, self._objects.optimizers, self._graph, self._totals),
             num_workers=len(workers),
             num_ranks=num_ranks,
-            walk_s=time.perf_counter() - began_s,
         )
 
     # ---- who owns which storage
@@ -226,7 +222,7 @@ class MemoryWalk:
             node = _find_node(tensor)
             storage = None if node is None else find_storage(tensor)
             if storage is not None:
-                self._saved.append(Saved(*storage, find_order(node), type(node).__name__, False))
+                self._saved.append(Saved(*storage, find_order(node), False))
         num_bytes = sum(self._claim_storage(one.key, one.num_bytes, "activations") for one in self._saved)
         if self._forwards >= _FEW_FORWARDS:
             self._give_to_earlier(num_bytes, held)
@@ -286,7 +282,6 @@ class MemoryWalk:
         neighbours = Neighbours([Anchor(order, name) for order, name in names.items()], self._models)
         self._neighbours = neighbours if names else None
         totals = self._totals
-        operations: dict[str, Counter[str]] = {}
         seen: set[Key] = set()
         for one in saved:
             if one.key in seen:
@@ -294,9 +289,8 @@ class MemoryWalk:
             seen.add(one.key)
             name = self._find_module(one.order)
             totals[name] += one.num_bytes
-            operations.setdefault(name, Counter())[one.operation] += one.num_bytes
         return tuple(
-            ModuleMemory(name, self._models.kind(name), size, _name_most(operations.get(name)))
+            ModuleMemory(name, self._models.kind(name), size)
             for name, size in totals.most_common(_MANY_MODULES)
             if size
         )
@@ -360,10 +354,6 @@ class MemoryWalk:
         # By the limit's own count: pages that forks share count once there.
         kinds["other processes"] = max(0, use.used - total - kinds["loader workers"])
         return kinds["loader workers"] + kinds["other processes"]
-
-
-def _name_most(operations: Counter[str] | None) -> str:
-    return operations.most_common(1)[0][0] if operations else ""
 
 
 def _is_input(variable: Variable) -> bool:
