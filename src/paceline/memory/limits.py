@@ -15,7 +15,7 @@ from typing import Literal
 
 import psutil
 
-LimitKind = Literal["cgroup", "machine", "address space", "device"]
+LimitKind = Literal["cgroup", "machine", "device"]
 _PAGE = resource.getpagesize()
 _MOUNT = Path("/sys/fs/cgroup")
 # Version 1 writes the largest number that it knows for "no limit".
@@ -58,16 +58,6 @@ def read_resident() -> int:
     with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE
     return 0
-
-
-def read_address_space() -> Use | None:
-    """Return the use of this process's address space, if it is limited (`ulimit -v`)."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
-        return Use("address space", limit, int(file.read().split()[0]) * _PAGE)
-    return None
 
 
 def read_machine() -> Use:

@@ -10,8 +10,7 @@ from pathlib import Path
 from paceline.memory.account import Account
 from paceline.memory.errors import find_request, is_of_device, is_out_of_memory
 from paceline.memory.holders import list_frames
-from paceline.memory.limits import Use, read_address_space, read_machine
-from paceline.memory.steps import STEPS
+from paceline.memory.limits import Use, read_machine
 from paceline.memory.walk import MemoryWalk, find_main_frames
 
 
@@ -30,13 +29,15 @@ def account_for(error: BaseException, rank: int) -> Account | None:
     torch = sys.modules.get("torch")
     if torch is None or not is_out_of_memory(error):
         return None
-    STEPS.release_reserve()  # A script that goes on has had its one explanation with it.
     with suppress(Exception):
         frames = list_frames(sys._getframe(1), error.__traceback__)
         is_device = is_of_device(error) and torch.cuda.is_available()
         walk = MemoryWalk(torch, frames, "cuda" if is_device else "cpu")
-        use = _read_device() if is_device else _find_short(find_request(error))
-        return walk.take(rank, use, find_request(error), _count_ranks())
+        request = find_request(error)
+        use = _read_device() if is_device else read_machine()
+        if use is not None and use.kind == "machine" and use.used + request < 0.9 * use.limit:
+            use = None  # another limit, such as one of the address space
+        return walk.take(rank, use, request, _count_ranks())
     return None
 
 
@@ -69,14 +70,6 @@ def read_account(path: Path) -> Account | None:
         account: Account = pickle.loads(path.read_bytes())
         return account
     return None
-
-
-def _find_short(request: int) -> Use | None:
-    """Return the limit that an allocation on the CPU has met: a cgroup's limit kills and is none."""
-    space = read_address_space()
-    if space is not None and space.used + request > space.limit * 0.9:
-        return space
-    return read_machine()
 
 
 def _read_device() -> Use | None:

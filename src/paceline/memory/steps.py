@@ -1,14 +1,10 @@
 """StepMemory notes the resident memory at the end of each optimizer step: two system calls per step.
 
 Others may follow the steps: recordings and timers.
-
-If the address space is limited (`ulimit -v`), it also reserves some of it, so that there is room for an
-account once the script has used up the rest. The reserve is never touched, so it takes no memory.
 """
 
 from __future__ import annotations
 
-import mmap
 import resource
 import sys
 import weakref
@@ -23,7 +19,6 @@ from paceline.torch_seams.watching import hide_from_compiler
 
 # Unix counts the peak in kilobytes, macOS in bytes.
 _UNIT = 1 if sys.platform == "darwin" else 1024
-_RESERVE = 32 << 20
 _MANY_FRAMES = 16
 
 
@@ -44,7 +39,6 @@ class StepMemory:
         self._optimizer: weakref.ref[Any] | None = None
         self._handle: Any = None
         self._torch: Any = None
-        self._reserve: mmap.mmap | None = None
 
     def install(self, torch: Any) -> None:
         """Note steps from now on; further calls do nothing.
@@ -56,22 +50,9 @@ class StepMemory:
             return
         self.base = read_anonymous() or 0
         self._torch = torch
-        self.hold_reserve()
         hide_from_compiler(torch, StepMemory._note)
         module = sys.modules[torch.optim.Optimizer.__module__]
         self._handle = module.register_optimizer_step_post_hook(self._note)
-
-    def hold_reserve(self) -> None:
-        """Hold back address space if it is limited and not held back already."""
-        if self._reserve is None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            with suppress(OSError):
-                self._reserve = mmap.mmap(-1, _RESERVE)
-
-    def release_reserve(self) -> None:
-        """Give the reserve back, for an account."""
-        if self._reserve is not None:
-            self._reserve.close()
-            self._reserve = None
 
     def remove(self) -> None:
         """Remove the hook."""

@@ -19,7 +19,6 @@ _LEAST = 0.01
 _LIMITS = {
     "cgroup": "the limit of its cgroup (container, job)",
     "machine": "the memory of this machine",
-    "address space": "the limit of its address space (ulimit -v)",
     "device": "the memory of its device",
 }
 
