@@ -235,6 +235,7 @@ def test_a_wrong_cluster_file_is_refused(
         (("--nproc", 128), "PL936"),
         (("--memory", -4), "PL932"),
         (("--memory", "nan"), "PL932"),
+        (("--vocab-size", 0), "PL932"),
         (("--layout", "tp=8 pq=2"), "PL110"),
         (("--layout", "tp=3"), "PL113"),
         (("--calibrate", "nowhere"), "PL935"),
@@ -245,6 +246,14 @@ def test_wrong_words_are_refused(llama: Path, words: tuple[object, ...], code: s
     with pytest.raises(PacelineError) as found:
         run(llama, "--cluster", "8 nodes of 8 H100", *words)
     assert code in str(found.value)
+
+
+def test_more_nodes_are_tried_only_as_long_as_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    # The libraries alone need more, on any number of nodes.
+    assert run("recipes/gpt-stdlib.toml", "--cluster", "2 nodes of 2 H100", "--memory", 0.1) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits 0.1 GB" in out
+    assert "by doubling the nodes" not in out
 
 
 def test_a_target_that_is_neither_recipe_nor_function_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.errors import PacelineError
+from paceline.plan.cluster import check_number
 from paceline.plan.costs import Kept, ModelCosts, ModelPart, Product, Transformer, of_transformer
 from paceline.plan.memory import read_sizes
 from paceline.plan.parameters import Parameter, list_parameters
@@ -91,9 +92,11 @@ def find_vocab(recipe: Recipe, vocab_size: int | None) -> int | None:
     """Return the token ids of a recipe's text, `None` for images.
 
     Raises:
-        PacelineError: PL928 if only a tokenizer file says how many there are.
+        PacelineError: PL928 if only a tokenizer file says how many there are, PL932 for a number below 1.
     """
     data = recipe.data
+    if vocab_size is not None:
+        check_number("--vocab-size", vocab_size)
     if not isinstance(data, TextData | MaskedTextData) or vocab_size is not None:
         return vocab_size
     found = count_vocab(data)

@@ -29,6 +29,8 @@ from paceline.recipe.layout import CHOICES
 _CHUNKS = 2
 # Pipelines that are simulated: of the fastest by formula, and of each family.
 _MOST_REFINED, _FEW = 24, 2
+# Twice the nodes must need less memory per rank than this part of it, or no number of nodes is enough.
+_LESS = 0.98
 
 
 @dataclass(frozen=True)
@@ -291,10 +293,14 @@ def grow(
     """Return the search on the least doubling of the nodes on which a layout fits."""
     if cluster.between is None:
         return None
-    nodes = cluster.nodes
+    nodes, least = cluster.nodes, math.inf
     while nodes < most_nodes:
         nodes *= 2
         found = search(costs, rules, replace(cluster, nodes=nodes), fit, limit=limit)
         if found.fitting:
             return found
+        now = math.inf if found.smallest is None else found.smallest.demand.total
+        if now > _LESS * least:
+            return None  # what is left, no rank shares
+        least = now
     return None
