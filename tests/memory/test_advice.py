@@ -28,7 +28,7 @@ FULL = Account(
     batch=(BatchTensor("x", (16, 512), "int64", 65536),),
     steps=Steps(count=4, peak=9 * GB, first=5 * GB, last=5 * GB),
     progress=Progress("train.py:9 in train", "blocks.3", "Block", "forward", 0.5, has_graph=True),
-    model=ModelState(GB, 2 * GB, "blocks", 8, 4 * GB, 4 * GB),
+    model=ModelState(GB, 2 * GB, "blocks", 8, 4 * GB, 4 * GB, largest_module=GB // 8),
     num_ranks=2,
 )
 
@@ -63,8 +63,7 @@ def test_the_largest_microbatch_that_fits_is_named() -> None:
     assert remedies["recompute"].saves == int(8 * GB * 7 / 8 * 7 / 8)
     assert remedies["bf16"].saves == 4 * GB
     assert not remedies["dp_shard"].fits
-    # Half of 3.5 GiB, less four whole blocks of eight.
-    assert remedies["dp_shard"].saves == 7 * GB // 4 - GB // 2
+    assert remedies["dp_shard"].saves == 7 * GB // 4 - 4 * GB // 8, "half of the state, less four blocks"
     assert "offload" not in remedies
 
 

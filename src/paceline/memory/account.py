@@ -135,6 +135,7 @@ class ModelState:
         repeated_activations: bytes of activations in them.
         fp32_activations: bytes of activations in fp32.
         is_sharded: whether parameters are divided among ranks.
+        largest_module: bytes of parameters of one repeated module, or of the largest other one.
     """
 
     trained: int = 0
@@ -144,6 +145,7 @@ class ModelState:
     repeated_activations: int = 0
     fp32_activations: int = 0
     is_sharded: bool = False
+    largest_module: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _MOST_HALVINGS = 10
 _LEAST = 0.02
 _STATE = ("parameters", "buffers", "gathered")
 _LEAST_REACHED = 0.02
-# A sharded block is whole in several copies: gathered, as parameters, and as gradients that are reduced.
+# A sharded module is whole in several copies: gathered, as parameters, and as gradients that are reduced.
 _COPIES = 4
 # Gradients of activations and passing results, beside what was saved: measured, up to this part of it; and
 # with the pieces between them that glibc keeps (benchmarks/memory).
@@ -160,7 +160,7 @@ def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False
     fixed = account.get(*_STATE) + optimizer
     if ranks > 1:
         fixed, gradients, held = (size // ranks for size in (fixed, gradients, held))
-        fixed += _COPIES * account.get("parameters") // max(1, model.num_repeated)
+        fixed += _COPIES * model.largest_module
     # Gradients appear while activations go.
     state = fixed + max(held, gradients - activations)
     known = account.get(*_STATE, "activations", "request", "gradients", "optimizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -107,6 +108,9 @@ def describe_model(
                 moments = _MOMENTS.get(name, 1 if group.get("momentum") else 0)
                 state += moments * sum(_count(p) for p in group["params"] if p.requires_grad)
     prefix, number = find_repeated(totals, models)
+    owned: Counter[str] = Counter()
+    for parameter in models.parameters:
+        owned[models.owners[id(parameter)]] += _count(parameter)
     inside = [size for module, size in totals.items() if not prefix or f"{module}.".startswith(f"{prefix}.")]
     return ModelState(
         trained=sum(map(_count, trained)),
@@ -115,6 +119,7 @@ def describe_model(
         num_repeated=number,
         repeated_activations=sum(inside) if number else 0,
         fp32_activations=sum({one.key: one.num_bytes for one in graph.saved if one.is_fp32}.values()),
+        largest_module=max([0, *owned.values(), sum(owned.values()) // number if number else 0]),
         is_sharded=any(hasattr(type(parameter), "to_local") for parameter in trained),
     )
 
