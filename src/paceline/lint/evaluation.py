@@ -24,6 +24,7 @@ _NAMES = [(name, name.lower()) for name in _ALIKE] + [tuple(pair.split()) for pa
 _OPERATORS = {name: getattr(operator, other) for name, other in _NAMES}
 _BUILTINS = set(dir(builtins))
 _LONGEST = 10_000
+_MOST_KEPT = 16
 
 
 class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
@@ -296,6 +297,13 @@ class Evaluator:
     def _comprehension(self, node: Any) -> Value:
         generators: list[ast.comprehension] = node.generators
         source = self.eval(generators[0].iter)
+        items = facts.known_items(source)
+        if items is not None and len(generators) == 1 and len(items) <= _MOST_KEPT and hasattr(node, "elt"):
+            kept = self._each(node, generators[0], items)
+            if kept is not None:
+                result = sequence(kept)
+                facts.inherit(result, [source])
+                return result
         sources = [source]
         for i, generator in enumerate(generators):
             if i > 0:
@@ -312,6 +320,18 @@ class Evaluator:
             result.attrs["#items"] = (value,) * min(count, _LONGEST)
         facts.inherit(result, sources)
         return result
+
+    def _each(self, node: Any, generator: ast.comprehension, items: tuple[Value, ...]) -> list[Value] | None:
+        """Return the elements of a short comprehension, or None if a condition is not known."""
+        kept = []
+        for item in items:
+            self.assign(generator.target, item)
+            truths = [self.truth(self.eval(test)) for test in generator.ifs]
+            if None in truths:
+                return None
+            if all(truths):
+                kept.append(self.eval(node.elt))
+        return kept
 
     _eval_listcomp = _eval_generatorexp = _eval_setcomp = _eval_dictcomp = _comprehension
 

@@ -56,6 +56,8 @@ def read_environment(run: Any, owner: Value, key: Value, default: Value | None) 
         return place_value(run, RANK_WORDS[name], text=True)
     if default is not None and not default.is_known:
         return unknown(default.taint)
+    if not key.is_known:  # it may be a number of the place
+        return unknown()
     return unknown(Taint.RANK if name in ("HOSTNAME", "HOST") else Taint.NONE)
 
 
