@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,14 @@ _MEAN_LOSSES = ("NllLoss", "MseLoss", "SmoothL1", "HuberLoss", "BinaryCrossEntro
 _SCALES = ("MulBackward", "DivBackward")
 _MEAN = 1  # torch's number for reduction="mean"
 _MANY_FRAMES = 64
+_OBSERVED = (
+    ("forward", "nn.parallel.DistributedDataParallel", "_pre_forward"),
+    ("batch", "utils.data.dataloader._BaseDataLoaderIter", "__next__"),
+    ("order", "utils.data.distributed.DistributedSampler", "__iter__"),
+    ("save", "serialization._open_zipfile_writer_file", "__init__"),
+    ("load", "serialization._open_file", "__init__"),
+    ("random_state", "random", "set_rng_state"),
+)
 
 
 def observe(
@@ -120,17 +129,8 @@ def has_other_hooks(parameter: Any) -> bool:
 
 def list_observed(torch: Any) -> dict[str, tuple[Any, str]]:
     """Return the methods that are observed, each by its subject, as its owner and its name there."""
-    places: dict[str, tuple[Any, str]] = {}
-    with suppress(AttributeError):
-        places["forward"] = torch.nn.parallel.DistributedDataParallel, "_pre_forward"
-    with suppress(AttributeError):
-        places["batch"] = torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"
-    with suppress(AttributeError):
-        places["order"] = torch.utils.data.distributed.DistributedSampler, "__iter__"
-    with suppress(AttributeError):
-        places["save"] = torch.serialization._open_zipfile_writer_file, "__init__"
-    with suppress(AttributeError):
-        places["load"] = torch.serialization._open_file, "__init__"
-    with suppress(AttributeError):
-        places["random"] = torch, "set_rng_state"
+    places: dict[str, tuple[Any, str]] = {"random": (torch, "set_rng_state")}
+    for subject, owner, name in _OBSERVED:
+        with suppress(AttributeError):
+            places[subject] = attrgetter(owner)(torch), name
     return places

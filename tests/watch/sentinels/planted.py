@@ -379,6 +379,294 @@ def one_random_state() -> None:
     torch.set_rng_state(kept)
 
 
+# ---- the same mistakes in other clothes
+
+FIRST = [*PLANTED]
+
+
+def accumulate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 4, exchanged: tuple[int, ...] = ()
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of a pass and its loss, which is not divided; all but the `exchanged` are no_sync."""
+    for i, (x, y) in enumerate(two_epochs()):
+        alone = exchanged and i % every not in exchanged
+        with model.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+            yield i, loss_of(model, x, y)
+        if i % every == every - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def never_cleared_but_clipped() -> None:
+    model = ddp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in two_epochs():
+        loss_of(model, x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@planted("PL030", "scaler.scale(loss_of(model, x, y)).backward()")
+def never_cleared_with_a_scaler() -> None:
+    model, scaler = ddp(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = sgd(model, 0.001)
+    for x, y in two_epochs():
+        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@planted("PL030", "loss_of(critic, x, y).backward()")
+def critic_never_cleared() -> None:
+    model, critic = ddp(), ddp()
+    optimizer, other = sgd(model, 0.001), sgd(critic, 0.001)
+    for x, y in two_epochs():
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        loss_of(critic, x, y).backward()
+        other.step()
+
+
+@planted("PL031", "loss.backward()")
+def not_divided_and_exchanged_once() -> None:
+    model = ddp()
+    optimizer = sgd(model, 0.001)
+    for _, loss in accumulate(model, optimizer, exchanged=(3,)):
+        loss.backward()
+
+
+@planted("PL031", "functional.mse_loss(model(x), model(x).detach() + 1).backward()")
+def other_loss_not_divided() -> None:
+    model = ddp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for i, (x, _) in enumerate(two_epochs()):
+        functional.mse_loss(model(x), model(x).detach() + 1).backward()
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@planted("PL835", "(loss_of(model, x, y) / 2).backward()")
+def model_cleared_in_each_round() -> None:
+    model = ddp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for i, (x, y) in enumerate(two_epochs()):
+        model.zero_grad(set_to_none=False)
+        (loss_of(model, x, y) / 2).backward()
+        if i % 2 == 1:
+            optimizer.step()
+
+
+@planted("PL829", "(loss / 4).backward()")
+def second_exchanged() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    for _, loss in accumulate(model, optimizer, exchanged=(1,)):
+        (loss / 4).backward()
+
+
+@planted("PL825", "optimizer.step()")
+def momentum_of_rank() -> None:
+    model = ddp()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5 * rank()))
+
+
+@planted("PL825", "optimizer.step()")
+def scheduler_on_rank_0() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    train(model, optimizer, after=lambda number: scheduler.step() if rank() == 0 else None)
+
+
+@planted("PL825", "optimizer.step()")
+def warm_up_by_rank() -> None:
+    model = ddp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1 + 0.1 * rank())
+    train(model, optimizer, after=lambda number: warm_up.step())
+
+
+@planted("PL825", "optimizer.step()")
+def lr_of_rank_for_the_head() -> None:
+    model = ddp()
+    groups = [{"params": model.module[0].parameters()}, {"params": model.module[2].parameters()}]
+    groups[1]["lr"] = 0.1 + rank()
+    train(model, torch.optim.SGD(groups, lr=0.05))
+
+
+@planted("PL013", "optimizer.step()")
+def step_by_own_loss() -> None:
+    model = ddp()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(two_epochs()):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        if loss.item() > 0 and (rank() == 0 or i % 2):
+            optimizer.step()
+
+
+@planted("PL826", "optimizer.step()")
+def momentum_loaded_on_rank_0() -> None:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if rank() == 0:
+        for one in model.parameters():
+            optimizer.state[one]["momentum_buffer"] = torch.ones_like(one)
+    train(model, optimizer)
+
+
+@planted("PL826", "optimizer.step()")
+def adam_from_weights_of_its_own() -> None:
+    model = mlp(seed=rank())
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in two_epochs():
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
+@planted("PL827", ".backward()")
+def hook_gathers_and_sums() -> None:
+    model = ddp()
+
+    def add(state, bucket):  # type: ignore[no-untyped-def]
+        parts = [torch.empty_like(bucket.buffer()) for _ in range(world())]
+        dist.all_gather(parts, bucket.buffer())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(torch.stack(parts).sum(0))
+        return done
+
+    model.register_comm_hook(None, add)
+    train(model, torch.optim.AdamW(model.parameters()))
+
+
+@planted("PL827", ".backward()")
+def hook_divides_by_one() -> None:
+    model = ddp(bucket_cap_mb=0.001)
+
+    def add(state, bucket):  # type: ignore[no-untyped-def]
+        work = dist.all_reduce(bucket.buffer().div_(1), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, add)
+    train(model, sgd(model))
+
+
+@planted("PL828", "")
+def larger_batch_on_rank_1() -> None:
+    own = torch.Generator().manual_seed(rank())
+    num = 4 + 2 * rank()
+    batches = [(torch.randn(num, 16, generator=own), torch.randint(0, 10, (num,))) for _ in range(20)]
+    model = ddp()
+    train(model, torch.optim.AdamW(model.parameters()), loader=batches)
+
+
+@planted("PL831", "optimizer.step()")
+def not_wrapped_with_barriers() -> None:
+    model = mlp()
+    train(model, torch.optim.Adam(model.parameters()), after=lambda number: dist.barrier())
+
+
+@planted("PL831", "optimizer.step()")
+def weights_of_rank_0_sent_once() -> None:
+    model = mlp(seed=rank())
+    for one in model[2].parameters():
+        dist.broadcast(one.data, 0)
+    train(model, sgd(model))
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def sampler_of_rank_0_everywhere() -> None:
+    model = ddp()
+    sampler, loader = sharded(num_replicas=2, rank=0)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        train(model, sgd(model), loader=loader, epochs=1)
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def sampler_of_one_replica() -> None:
+    model = ddp()
+    sampler, loader = sharded(num_replicas=1, rank=0)
+    sampler.set_epoch(3)
+    train(model, sgd(model), loader=loader, epochs=1)
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def same_random_sampler() -> None:
+    from torch.utils.data import RandomSampler
+
+    data, own = make_data(), torch.Generator().manual_seed(3)
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(data, SIZE, sampler=RandomSampler(data, generator=own)))
+
+
+@planted("PL020", "")
+def same_random_numbers() -> None:
+    x, y = make_data(4000).tensors
+    common = torch.Generator().manual_seed(2)
+    chosen = [torch.randint(0, 4000, (SIZE,), generator=common) for _ in range(20)]
+    model = ddp()
+    train(model, sgd(model), loader=[(x[some], y[some]) for some in chosen])
+
+
+@planted("PL059", "functional.cross_entropy(model(x), y)")
+def part_by_own_permutation() -> None:
+    from torch.utils.data import DistributedSampler, Subset
+
+    order = torch.randperm(640, generator=torch.Generator().manual_seed(rank()))
+    part = Subset(make_data(640), order[:512].tolist())
+    sampler: Any = DistributedSampler(part)
+    model = ddp()
+    train(model, sgd(model), loader=DataLoader(part, batch_size=SIZE, sampler=sampler), epochs=1)
+
+
+@planted("PL024", "for x, y in")
+def always_epoch_0() -> None:
+    sampler, loader = sharded()
+    model = ddp()
+    train(model, sgd(model), loader=loader, after=lambda number: sampler.set_epoch(0))
+
+
+@planted("PL041", "torch.save({'optimizer': optimizer.state_dict()}, 'optimizer.pt')")
+def optimizer_of_all_in_one_file() -> None:
+    model = ddp()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def after(number: int) -> None:
+        if number == 12:
+            torch.save({'optimizer': optimizer.state_dict()}, 'optimizer.pt')  # fmt: skip
+
+    train(model, optimizer, after=after)
+
+
+@planted("PL042", "torch.load('best.pt')")
+def best_is_read_at_once() -> None:
+    model = ddp()
+
+    def after(number: int) -> None:
+        if number == 8 and rank() == 1:
+            torch.save(model.module.state_dict(), "best.pt")
+        elif number == 8:
+            with contextlib.suppress(Exception):
+                torch.load('best.pt')  # fmt: skip
+
+    train(model, sgd(model), after=after)
+
+
+@planted("PL830", "torch.random.set_rng_state(kept[0])")
+def random_state_of_rank_0() -> None:
+    torch.manual_seed(70 + rank())
+    kept = [torch.random.get_rng_state()]
+    dist.broadcast_object_list(kept, 0)
+    torch.random.set_rng_state(kept[0])
+
+
 # ---- no mistakes, for those who ask
 
 ADVISED: dict[str, tuple[Design, str, str]] = {}
@@ -420,4 +708,4 @@ def small_batch_norm() -> None:
     train(model, sgd(model))
 
 
-__all__ = ["ADVISED", "PLANTED", "Tensor", "functional", "nn", "world"]
+__all__ = ["ADVISED", "FIRST", "PLANTED", "Tensor", "functional", "nn", "world"]

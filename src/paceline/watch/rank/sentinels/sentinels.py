@@ -76,6 +76,7 @@ class Sentinels:
             ("save", self._guard(self._files.note_save), None),
             ("load", self._guard(self._files.note_load), None),
             ("random", self._guard(self._files.note_random_state), None),
+            ("random_state", self._guard(self._files.note_random_state), None),
         ):
             if name in places:
                 self._end_all.append(observe(torch, places[name], before, after))

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.phrases import name_ranks
 from paceline.watch.reasoning.sentinels.book import Facts, Proof
-from paceline.watch.reasoning.sentinels.numbers import are_equal, differ, is_near
+from paceline.watch.reasoning.sentinels.numbers import are_equal, differ
 
 _MANY_SIZES = 8
 _LEAST_PASSES = 8
@@ -76,7 +76,7 @@ def check_hook(facts: Facts) -> Proof | None:
         return None
     total = [sum(some) for some in zip(*(one["own"] for one in values), strict=True)]
     mean = [value / len(values) for value in total]
-    if not any(mean) or not all(is_near(one["sums"], total, _HALF) for one in values):
+    if not any(mean) or not all(are_equal(total, one["sums"], within=_HALF) for one in values):
         return None
     fact = next(iter(facts.values()))
     saw = f"the communication hook returns {len(values)} times the mean of the ranks' gradients"

@@ -17,7 +17,7 @@ from paceline.watch.reasoning.sentinels.files import (
     check_reader,
     check_writers,
 )
-from paceline.watch.reasoning.sentinels.samples import check_batches, check_order, check_samples
+from paceline.watch.reasoning.sentinels.samples import check_order, check_samples
 from paceline.watch.reasoning.sentinels.windows import (
     check_cleared,
     check_divided,
@@ -26,7 +26,7 @@ from paceline.watch.reasoning.sentinels.windows import (
 )
 
 RULES: dict[str, tuple[SentinelRule, ...]] = {
-    "batches": (check_batches, check_samples),
+    "batches": (check_samples,),
     "copies": (check_copies, check_hook, check_sizes, advise_norm, advise_step),
     "end": (check_exchange,),
     "file": (check_writers, check_reader, check_overwritten),

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from paceline.phrases import name_ranks
 from paceline.watch.reasoning.sentinels.book import Facts, Proof
 
-_NUM_BATCHES = 3
 # Where ranks split the samples and shuffle again in each epoch, they meet those of others in the second one,
 # and their own half as often. So many, with so few repeats, then have a probability below 0.001.
 _LEAST_COMMON = 24
 _REPEATS = 0.1
 
 
-def check_batches(facts: Facts) -> Proof | None:
-    """Report ranks that train on the same batches, bit for bit.
-
-    It compares what the models get, not what loaders give. Silent for one batch that repeats.
-    """
-    for (rank, one), (other, two) in combinations(facts.items(), 2):
-        mine, theirs = one.values["batches"][-_NUM_BATCHES:], two.values["batches"][-_NUM_BATCHES:]
-        if mine == theirs and None not in mine and _are_distinct(mine):
-            saw = f"{name_ranks((rank, other))} have trained on the same {len(mine)} batches in a row"
-            return Proof("PL020", saw, (rank, other), one.frames, "trains on them")
-    return None
-
-
 def check_samples(facts: Facts) -> Proof | None:
-    """Report ranks that train on the same samples in different order.
+    """Report ranks that train on the same samples, in whatever order.
 
-    Silent where samples repeat within a rank too, as when they are drawn with replacement, and where random
-    augmentation makes them differ.
+    It compares what the models get, not what loaders give. Silent where samples repeat within a rank too, as
+    when they are drawn with replacement, and where random augmentation makes them differ.
     """
     for (rank, one), (other, two) in combinations(facts.items(), 2):
         if None in one.values["batches"] or None in two.values["batches"]:
@@ -44,15 +29,9 @@ def check_samples(facts: Facts) -> Proof | None:
             continue
         saw = f"{common} of the first {len(mine)} samples of rank {rank} are also among those of rank {other}"
         # A DistributedSampler has split what is another set on each rank.
-        code = "PL059" if one.values["is_split"] else "PL020"
+        code = "PL059" if one.values["is_split"] and mine != theirs else "PL020"
         return Proof(code, saw, (rank, other), one.frames, "trains on them")
     return None
-
-
-def _are_distinct(batches: list[list[int]]) -> bool:
-    return len({tuple(batch) for batch in batches}) == len(batches) and all(
-        len(set(batch)) > 1 or len(batch) == 1 for batch in batches
-    )
 
 
 def check_order(facts: Facts) -> Proof | None:
