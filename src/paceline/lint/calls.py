@@ -132,7 +132,8 @@ def _collective(c: KnownCall) -> Value:
         owner = next(iter(out.deps)) if len(out.deps) == 1 else out  # of a gradient
         data["dtype"] = owner.fact("dtype")
     c.run.emit("coll", c.node, **data)
-    after = Taint.UNKNOWN if group is not None and not group.is_none else Taint.NONE
+    is_unlike = c.name.startswith(("reduce", "gather", "scatter", "all_to_all"))
+    after = Taint.UNKNOWN if is_unlike or (group is not None and not group.is_none) else Taint.NONE
     for one in out.alternatives() if out is not None else ():
         c.run.set(one.attrs, "#taint", after)
         if c.name == "all_reduce":

@@ -184,7 +184,15 @@ class Interpreter(Evaluator):
 
     def _run_augassign(self, node: ast.AugAssign) -> None:
         load: Any = ast.copy_location(ast.BinOp(as_load(node.target), node.op, node.value), node)
-        self.assign(node.target, self.eval(load))
+        before = self.eval(load.left)
+        value = self.binary(before, node.op, self.eval(node.value), node)
+        if before.kind == "tensor":  # in place: it stays the same object
+            self.set(before.attrs, "#taint", value.taint)
+            if not value.deps <= before.deps:
+                self.assign(node.target, value)
+            self.wrote_gradient(node.target)
+            return
+        self.assign(node.target, value)
 
     def wrote_gradient(self, target: ast.AST) -> None:
         """Record that a gradient is written: it may be cleared, scaled or exchanged by hand."""

@@ -314,6 +314,8 @@ def call_builtin(c: KnownCall) -> Value:
         kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
         is_same = c.name in ("int", "float") and not first.kind
         return first if is_same else Value(kind, taint=mix(c.args), deps=deps_of(c.args))
+    if c.name == "getattr":
+        return unknown(first.taint | Taint.UNKNOWN, first.deps)
     if c.name == "super":
         names = list(c.run.frame.names.values())
         return Value("super", ref=c.args[1] if len(c.args) > 1 else names[0] if names else unknown())
