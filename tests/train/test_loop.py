@@ -219,7 +219,7 @@ def token_means(world: Any, layout: str) -> str:
 
 def numbered(world: Any, layout: str) -> str:
     """Microbatches that the loop draws itself, and its own values."""
-    loop, model, optimizer, _ = begin(layout, means=["size"])
+    loop, model, optimizer, _ = begin(layout, means=["size", "late"])
     sizes = []
     for _ in range(4):
         step = loop.step(5)
@@ -228,6 +228,8 @@ def numbered(world: Any, layout: str) -> str:
             output = model(x)
             step.mean("size", output.abs().mean() + number)
             step.backward(output.square().mean())
+            step.mean("late", output.abs().mean() + number)
+        assert step.means["late"] == step.means["size"]
         sizes.append(torch.tensor([step.means["size"], step.loss]))
         optimizer.step()
         optimizer.zero_grad()

@@ -25,11 +25,13 @@ class Objective(Generic[Result]):
         loss: from (output, batch) to the result; in training (sum of losses, weight).
         has_output: whether `forward` returns the output of one model. The loss over several models cannot be
             divided, so `forward` computes all of it.
+        measure: in training, from (output, batch) to further sums and weights of a microbatch, in turn.
     """
 
     forward: Callable[[Any], Any]
     loss: Callable[[Any, Any], Result]
     has_output: bool = True
+    measure: Callable[[Any, Any], Tensor] | None = None
 
     def __call__(self, batch: Any) -> Result:
         """Run both on one batch."""

@@ -87,7 +87,13 @@ class ParameterReads(TorchFunctionMode):
             with self._outside():
                 return objective.forward(batch)
 
-        return replace(objective, forward=forward, loss=loss)
+        def measure(output: Any, batch: Any) -> Tensor:
+            assert objective.measure is not None
+            with self._outside():
+                return objective.measure(output, batch)
+
+        watched = None if objective.measure is None else measure
+        return replace(objective, forward=forward, loss=loss, measure=watched)
 
     @contextmanager
     def own_code(self, before_backward: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Iterator[None]:

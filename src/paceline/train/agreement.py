@@ -127,9 +127,9 @@ class Agreement:
             else:
                 self._vector[place].copy_(number.detach())
 
-    def add_statistics(self, index: int, *statistics: Tensor) -> None:
-        """Add to the statistics in the slot of microbatch `index`; stages each have those of some layers."""
-        start = self._first + index * self._width + _NUM_FIXED
+    def add_statistics(self, index: int, *statistics: Tensor, first: int = 0) -> None:
+        """Add to the statistics from `first` on of microbatch `index`; stages have those of some layers."""
+        start = self._first + index * self._width + _NUM_FIXED + first
         for part in statistics:
             if part.device != self._vector.device:  # from locked memory, as in `_place`
                 part = part.pin_memory().to(self._vector.device, non_blocking=True)

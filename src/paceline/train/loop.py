@@ -135,6 +135,7 @@ class Loop(Training[LoopStep]):
         self._weigh = weight
         self.mean_names = tuple(means)
         super().__init__(given, forward or call_model, None, example)
+        self.update.num_means = len(self.mean_names)
         self._hook_optimizers()
 
     def _check_layout(self) -> None:
@@ -353,7 +354,6 @@ class Loop(Training[LoopStep]):
             self._begin_step(share)
         own = OwnLoop(
             (lambda _: 1.0) if is_numbered else self.weigh,
-            len(self.mean_names),
             left_out,
             self._is_keeping,
         )
@@ -497,7 +497,7 @@ def parallelize(
 
 
 # What a loop does not take, by the names of `Arguments`.
-_UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0}
+_UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "metrics": {}}
 # Part of torch's message for a GradScaler that steps an optimizer without gradients.
 _NO_INF_CHECKS = "No inf checks were recorded"
 

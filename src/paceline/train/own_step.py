@@ -67,6 +67,12 @@ class LoopStep:
         self._lr, self._comm_s = math.nan, 0.0
         self._values: dict[str, float] = {}
 
+    def __repr__(self) -> str:
+        if self._done is None or self._is_incomplete:
+            return f"step {self.number}, before the end of its inner loop"
+        shown = {"loss": self.loss, "gradient norm": self.grad_norm, **self.means}
+        return f"step {self.number}: " + ", ".join(f"{name} {value:.6g}" for name, value in shown.items())
+
     # After a pass; the same on every rank.
 
     @property
@@ -272,16 +278,10 @@ class LoopStep:
             _OPEN.remove(self)
         self._done = done
         self._lr, self._comm_s = loop.update.lr, self._comm_s + done.comm_s
-        self._read_means(done)
+        self.means |= done.read_means(loop.mean_names)
 
     def _counts(self) -> bool:
         return self._round is not None and self._round.index != IDLE
-
-    def _read_means(self, done: Updated) -> None:
-        sums = [] if done.sums is None else [math.fsum(column) for column in done.sums.T.tolist()]
-        for place, name in enumerate(self._loop.mean_names):
-            total, weight = sums[2 * place], sums[2 * place + 1]
-            self.means[name] = total / weight if weight else math.nan
 
 
 def refuse_in_pass(what: str) -> None:

@@ -74,7 +74,7 @@ class Updated:
         comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
         fullest_expert: the share of the choices that the fullest expert got, a mean over the mixtures; `None`
             without mixtures of `paceline.models.moe` and in skipped steps.
-        sums: by microbatch, the values of a loop of the user's own, each weighted sum and its weight.
+        sums: by microbatch, the user's values, each weighted sum and its weight.
     """
 
     loss: float
@@ -85,6 +85,15 @@ class Updated:
     comm_s: float
     fullest_expert: float | None = None
     sums: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def read_means(self, names: Collection[str]) -> dict[str, float]:
+        """Return the means of the user's values over the global batch, by name; nan without a weight."""
+        columns = [] if self.sums is None else [math.fsum(column) for column in self.sums.T.tolist()]
+        pairs = zip(columns[::2], columns[1::2], strict=True)
+        return {
+            name: total / weight if weight else math.nan
+            for name, (total, weight) in zip(names, pairs, strict=True)
+        }
 
 
 class AddsIslands(Protocol):
@@ -155,6 +164,8 @@ class Update:
         self.before_write: Callable[[], None] = lambda: None
         # Where the update is that of islands: adds their gradients in the warm-up.
         self.islands: AddsIslands | None = None
+        # Of the user's values in each microbatch, see `Updated.sums`.
+        self.num_means = 0
         self.runner = runner
         self.placement = placement
         self._mesh = mesh
@@ -295,7 +306,7 @@ class Update:
         runner, is_talking = self.runner, self.runner.is_talking
         agreement = Agreement(
             share.num_microbatches,
-            self._statistics.num_values + (0 if own is None else 2 * own.num_means),
+            self._statistics.num_values + 2 * self.num_means,
             len(self._named) if runner.used is not None else 0,
             self._precision.device,
             self._mesh.group if self._mesh is not None and is_talking else None,
@@ -309,7 +320,7 @@ class Update:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
             self.compression.factor = self._unit / loss_scale
         launch = Launch(agreement, message, settings, runner.used)
-        return Work(objective, share, step, phase, self._unit, launch, count_flops, own)
+        return Work(objective, share, step, phase, self._unit, launch, count_flops, own, self.num_means)
 
     def end(self) -> None:
         """Freeze again what was frozen before `begin`."""

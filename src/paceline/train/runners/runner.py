@@ -215,7 +215,11 @@ class Runner(ABC):
         """Run the objective on a microbatch, and keep its loss and weight."""
         assert work.objective is not None
         with self._precision.autocast():
-            each.loss_sum, each.weight = work.objective(each.batch)
+            output = work.objective.forward(each.batch)
+            each.loss_sum, each.weight = work.objective.loss(output, each.batch)
+            if work.objective.measure is not None:  # on every rank that runs it: parts may be exchanged
+                with torch.no_grad():
+                    each.means = work.objective.measure(output, each.batch)
         if each.index == IDLE:
             return
         if not each.loss_sum.requires_grad:
@@ -353,7 +357,7 @@ class Runner(ABC):
         else:
             each.weight = torch.tensor(float(work.own.weigh(placed)), dtype=torch.float64)
             each.scale = 0.0 if index == IDLE else each.weight.item() / work.unit
-            each.means = torch.zeros(2 * work.own.num_means, dtype=torch.float64)
+            each.means = torch.zeros(2 * work.num_means, dtype=torch.float64)
             self._begin_own(each)
             watched = nullcontext() if self._has_walked else WatchedLosses(self._check_leaves)
             own_code = self._reads.own_code(partial(self._before_own_backward, each))

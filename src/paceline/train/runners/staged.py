@@ -36,7 +36,7 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.flops import FlopCounter
-from paceline.parallel.objective import Loss, Objective
+from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
@@ -284,7 +284,7 @@ class StagedRunner(StagedForwards):
             with self._precision.autocast():
                 made, output = self._stages.run(cut, stage, received, partial(work.objective.forward, batch))
             if stage + 1 == self._stages.num_stages:
-                done: Loss = Objective(lambda _: output, work.objective.loss)
+                done: Loss = replace(work.objective, forward=lambda _: output)
                 each = Round(index, batch, is_last=False)
                 self.forward(replace(work, objective=done), each)
                 loss = each.loss_sum
@@ -292,6 +292,10 @@ class StagedRunner(StagedForwards):
                     assert each.loss_sum is not None
                     assert each.weight is not None
                     work.launch.agreement.put_microbatch(index, each.loss_sum, each.weight)
+                    if each.means is not None:
+                        work.launch.agreement.add_statistics(
+                            index, each.means, first=self._statistics.num_values
+                        )
             self._report_stage_statistics(work, index)
         following = cut.crossings[stage + 1]
         outputs = [made[tensor.made] for tensor in following]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class WholeRunner(Runner):
         if sums and not is_reduced:
             self.waited_s += self._sum_over_ranks(work, None)
         if not work.launch.is_done:
-            work.launch.now()
+            self._agree(work) if sums else work.launch.now()
         if self._exact is not None:
             self._exact.end(reduced=sums)
 
@@ -98,7 +99,8 @@ class WholeRunner(Runner):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return 0.0
         each.is_reduced = True
-        self._report(work, each)
+        if not work.adds_late:
+            self._report(work, each)
         self._add_held()
         if self._exact is not None and self.used is not None:
             self._exact.fill_missing()
@@ -144,14 +146,7 @@ class WholeRunner(Runner):
         """
         replica, used = self._replica, self.used
         assert replica is not None
-
-        def agree() -> None:
-            self._left_out = replica.left_out
-            if self._exact is not None:
-                self._left_out = [p for p in self._left_out if not self._exact.is_used(p)]
-            work.launch.now(leaves_out=bool(self._left_out))
-
-        agreeing = agree if used is None else None
+        agreeing = partial(self._agree, work) if used is None and not work.adds_late else None
         if scaled is not None:
             waited_s = replica.backward(scaled, agreeing)
         else:
@@ -159,9 +154,18 @@ class WholeRunner(Runner):
             waited_s = replica.send(agreeing)
             if used is not None and kept is not None:
                 used[:] = kept  # backward of zeros does not count as a use
-        if used is not None:
+        if used is not None and not work.adds_late:
             work.launch.now()
         return waited_s
+
+    def _agree(self, work: Work) -> None:
+        """Start the agreement, after all gradients of this rank are computed."""
+        if self.used is None:
+            assert self._replica is not None
+            self._left_out = self._replica.left_out
+            if self._exact is not None:
+                self._left_out = [p for p in self._left_out if not self._exact.is_used(p)]
+        work.launch.now(leaves_out=bool(self._left_out))
 
     def _watch_use(self) -> None:
         for number, parameter in enumerate(self._trained):

@@ -44,13 +44,11 @@ class OwnLoop:
 
     Attributes:
         weigh: from a microbatch on the device to the weight of its mean loss.
-        num_means: of the user's values, each with its weight, which the agreement carries per microbatch.
         left_out: parameters whose gradients this update does not want.
         keeps_nonfinite: whether gradients that are not finite stay.
     """
 
     weigh: Callable[[Any], float]
-    num_means: int = 0
     left_out: Sequence[Tensor] = ()
     keeps_nonfinite: bool = False
 
@@ -68,6 +66,7 @@ class Work:
         launch: starts the agreement.
         count_flops: whether to count the floating-point operations of the first microbatch.
         own: what a loop of the user's own adds.
+        num_means: of the user's values, each with its weight, which the agreement carries per microbatch.
     """
 
     objective: Loss | None
@@ -78,6 +77,12 @@ class Work:
     launch: Launch
     count_flops: bool = False
     own: OwnLoop | None = None
+    num_means: int = 0
+
+    @property
+    def adds_late(self) -> bool:
+        """Whether a loop of the user's own may add values after its backward, which the agreement awaits."""
+        return self.own is not None and self.num_means > 0
 
 
 # Replaces a microbatch's number if a rank runs one only because the others do.
@@ -98,7 +103,7 @@ class Round:
         scale: in a loop of the user's own, the factor of its gradients that the runner applies.
         num_backwards: of such a loop's backwards, as far as they are seen.
         is_explicit: whether such a loop has called `step.backward`.
-        means: of such a loop's values, each weighted sum and its weight.
+        means: of the user's values, each weighted sum and its weight.
     """
 
     index: int
