@@ -37,7 +37,7 @@ ONLY_OF_A_TRAINER = {
         "islands",
         "loss_over",
     ),
-    *("layout", "shard", "ddp", "compress", "tokens_per_sample", "recipe_toml"),
+    *("layout", "metrics", "shard", "ddp", "compress", "tokens_per_sample", "recipe_toml"),
 }
 
 

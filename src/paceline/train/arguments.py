@@ -73,6 +73,7 @@ class Arguments:
     reduction: str
     microbatch_size: int | None
     loss_over: str
+    metrics: Mapping[str, Callable[[Any, Any], Any]]
     clip_norm: float
     seed: int
     ddp: DdpSection | Mapping[str, Any] | None
@@ -131,7 +132,7 @@ class Arguments:
             PacelineError: PL415, PL423, PL426, PL516, PL958 to PL960.
         """
         self.choose_compression(layout)
-        check_loss_over(self.loss_over, has_step=self.step is not None)
+        check_loss_over(self.loss_over, has_step=self.step is not None, has_metrics=bool(self.metrics))
         check_reduction(
             self.reduction,
             comm_hook=self.comm_hook,
@@ -142,7 +143,7 @@ class Arguments:
     def check_functions(self) -> None:
         """Raise PL404 or PL406 if models, losses and optimizers do not fit together."""
         names = self.models if isinstance(self.model, Mapping) else None
-        check_functions(names, self.step, self.forward, self.loss, self.optimizer)
+        check_functions(names, self.step, self.forward, self.loss, self.optimizer, self.metrics)
 
     def choose_compression(self, layout: Layout) -> CompressSettings | None:
         """Return the settings of the compression, if there is one; raise PL958 to PL960."""
@@ -264,6 +265,7 @@ class Arguments:
             RunSetting("forward", self.forward, is_code=True),
             RunSetting("loss", self.loss, is_code=True),
             RunSetting("loss_over", self.loss_over, is_kept=True),
+            RunSetting("metrics", list(self.metrics)),
             RunSetting("step", self.step, is_code=True),
             RunSetting("schedule", self.schedule, is_code=True),
             RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),

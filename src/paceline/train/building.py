@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -236,33 +237,50 @@ def check_several(layout: Layout) -> None:
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model on a batch (the default `forward`): a dict as keywords, a tuple as arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    parts = () if named else batch if isinstance(batch, (tuple, list)) else (batch,)
+    try:
+        return model(*parts, **named)
+    except TypeError:
+        called = getattr(model, "forward", model)
+        try:
+            inspect.signature(called).bind(*parts, **named)
+        except TypeError as error:
+            picked = f"batch[{next(iter(named))!r}]" if named else "batch[0]"
+            raise PacelineError(
+                "PL400",
+                saw=f"no forward=, and a {type(model).__name__} that does not take the batch: {error}.",
+                rule="By default the model is called with every field or item of the batch.",
+                fix=f"Pass forward=lambda model, batch: model({picked}).",
+            ) from None
+        raise
 
 
 def check_functions(
-    names: Mapping[str, Any] | None, step: object, forward: object, loss: object, optimizer: object
+    names: Mapping[str, Any] | None,
+    step: object,
+    forward: object,
+    loss: object,
+    optimizer: object,
+    metrics: Mapping[str, Any],
 ) -> None:
     """Raise if models, losses and optimizers do not fit together.
 
     Args:
         names: the named models, or `None` for one model.
-        step, forward, loss, optimizer: as given to `Trainer`.
+        step, forward, loss, optimizer, metrics: as given to `Trainer`.
 
     Raises:
         PacelineError: PL404, PL406.
     """
     several = names is not None
-    if several and (step is None or forward is not None or loss is not None):
+    if several and (step is None or forward is not None or loss is not None or metrics):
         raise PacelineError(
             "PL406",
             saw="several models with "
-            + ("no step=." if step is None else "forward= or loss= together with step=."),
+            + ("no step=." if step is None else "forward=, loss= or metrics= together with step=."),
             rule="With named models, step(update) states which losses are computed and in which order.",
-            fix='Pass step=lambda update: update("student", loss) and leave forward and loss out.',
+            fix='Pass step=lambda update: update("student", loss) and leave the others out.',
         )
     if not several and (loss is None or step is not None):
         raise PacelineError(
@@ -288,16 +306,15 @@ def check_functions(
             )
 
 
-def check_loss_over(loss_over: str, *, has_step: bool) -> None:
+def check_loss_over(loss_over: str, *, has_step: bool, has_metrics: bool) -> None:
     """Raise PL415 if the loss cannot be computed on the whole global batch."""
-    if loss_over == "microbatch":
-        return
-    if has_step:
+    if loss_over == "global_batch" and (has_step or has_metrics):
+        word = "step=" if has_step else "metrics="
         raise PacelineError(
             "PL415",
-            saw='loss_over="global_batch" with step=.',
+            saw=f'loss_over="global_batch" with {word}.',
             rule="The forward of one model runs twice per step, with its loss in between.",
-            fix="Leave step= out, or compute the loss on microbatches.",
+            fix=f"Leave {word} out, or compute the loss on microbatches.",
         )
 
 

@@ -27,7 +27,7 @@ from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
 from paceline.train.same_settings import all_ranks, check_same_samples
 from paceline.train.stopping import StopChecks, StopRequests
-from paceline.train.whole_metrics import Metric, share_results, split_metrics
+from paceline.train.whole_metrics import Metric, measure_means, share_results, split_metrics, stack_numbers
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Evaluation:
     def __str__(self) -> str:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.values().items())
         return f"{shown} over {self.num_samples} samples"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -140,15 +142,8 @@ def evaluate(
 
     def measure(output: Any, batch: Any, samples: Any = None) -> tuple[Tensor, list[Any]]:
         samples = batch if samples is None else samples
-        sums = [weigh(loss(output, batch), samples)]
-        sums += [
-            weigh(metric(output, batch), samples, by=f"the metric {name!r}") for name, metric in means.items()
-        ]
-        numbers = [value.double() for pair in sums for value in pair]
-        # A copy from the host would wait for the device.
-        row = torch.stack(
-            [n.new_full((), n.item(), device=precision.device) if n.is_cpu else n for n in numbers]
-        )
+        sums = [*weigh(loss(output, batch), samples), *measure_means(means, output, batch, samples)]
+        row = stack_numbers(sums, precision.device)
         whole = make_whole(output) if wholes else output
         return row, [each.select(whole, batch) for each in wholes]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.train.update import Updated
@@ -34,6 +34,7 @@ class Step:
         data_s: seconds of these that this rank waited for its data.
         comm_s: seconds of these that this rank waited for other ranks and for transfers (CPU only); without
             the communication of tp inside a forward or backward.
+        metrics: by name, the means of `Trainer(metrics=)` over the global batch, before the update.
     """
 
     number: int
@@ -44,11 +45,13 @@ class Step:
     step_s: float
     data_s: float
     comm_s: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         text = (
             f"step {self.number}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}, lr {self.lr:.3g}"
         )
+        text += "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         return f"{text}, skipped: {self.skipped}" if self.skipped else text
 
     __repr__ = __str__

@@ -7,6 +7,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from paceline.data.share import Share
 from paceline.finding import Finding
 from paceline.generators import preserved_generators
@@ -45,7 +47,7 @@ from paceline.train.step import Step
 from paceline.train.training import Training
 from paceline.train.update import Updated
 from paceline.train.versions import Pushed
-from paceline.train.whole_metrics import Metric
+from paceline.train.whole_metrics import Metric, measure_means, split_metrics, stack_numbers
 from paceline.world import current_world
 
 
@@ -85,6 +87,8 @@ class Trainer(Training[Share]):
         loss_over: `"microbatch"` computes the loss on each microbatch and adds up the results.
             `"global_batch"` computes it once, on the outputs of all samples, for losses that compare samples
             (contrastive ones). The gradients are then those of the whole batch. This costs a second forward.
+        metrics: by name, functions from (output, batch) to (sum, weight), as `loss`. `step.metrics` and
+            metrics.jsonl have their means over the global batch, and `evaluate` computes them too.
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
@@ -128,6 +132,7 @@ class Trainer(Training[Share]):
         reduction: Literal["fast", "exact"] = "exact",
         microbatch_size: int | None = None,
         loss_over: Literal["microbatch", "global_batch"] = "microbatch",
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         clip_norm: float = 0.0,
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
@@ -150,9 +155,13 @@ class Trainer(Training[Share]):
         world = current_world()
         named["seed"] = world.seed if seed is None else seed
         named["model"], named["compile"] = open_models(model, compile)
+        named["metrics"] = metrics or {}
         given = Arguments(**{each.name: named[each.name] for each in fields(Arguments)})
         given.check_functions()
+        self._means, _ = split_metrics(given.metrics)
         super().__init__(given, forward or call_model, loss, example)
+        for update in self._updates.values():
+            update.num_means = len(self._means)
         self._is_apart = False
         self._phases = Phases(
             self.models,
@@ -211,7 +220,7 @@ class Trainer(Training[Share]):
                 comm_s += self._phases.comm_s
         done = turns[0] if self._islands is None else self._islands.join_turns(turns)
         self._note_stop(self._phases.stop_signum)
-        return self._end_step(share, done, lr=lr, comm_s=comm_s)
+        return self._end_step(share, done, lr=lr, comm_s=comm_s, metrics=self._read_means(done))
 
     def step_asynchronously(
         self, loader: TrainerLoader[Share], num_steps: int, *, staleness: int
@@ -303,8 +312,13 @@ class Trainer(Training[Share]):
             done = update.apply(pushed, share, step=row.batch + 1, settings=self._settings)
             self._records.write_update(row._asdict())
             values = {"worker": row.worker, "staleness": row.staleness}
-            yield self._end_step(share, {"model": done}, lr=lr, comm_s=done.comm_s, values=values)
+            found = {"model": done}
+            metrics = self._read_means(found)
+            yield self._end_step(share, found, lr=lr, comm_s=done.comm_s, values=values, metrics=metrics)
         self._is_apart = False
+
+    def _read_means(self, done: Mapping[str, Updated]) -> dict[str, float]:
+        return done["model"].read_means(self._means) if self._means else {}
 
     def open(self, share: Share) -> Share:
         return share
@@ -337,7 +351,7 @@ class Trainer(Training[Share]):
 
         Args:
             loader: from `loader(..., shuffle=False)`; its position does not change.
-            metrics: by name, from (output, batch) to (sum, weight), as `loss`. Or a pair, for what needs
+            metrics: further ones by name, from (output, batch) to (sum, weight). Or a pair, for what needs
                 all samples at once: a metric of torchmetrics or a function of tensors, and a function from
                 (output, batch) to its arguments.
 
@@ -346,7 +360,7 @@ class Trainer(Training[Share]):
         """
         self._require_loss()
         assert self._loss is not None
-        return self._evaluate(loader, self._forward, self._loss, metrics)
+        return self._evaluate(loader, self._forward, self._loss, {**self._means, **(metrics or {})})
 
     def _require_loss(self) -> None:
         if self._loss is None:
@@ -356,4 +370,12 @@ class Trainer(Training[Share]):
         """Return forward and loss of the only model."""
         model, forward, loss = self.models["model"], self._forward, self._loss
         assert loss is not None
-        return Objective(partial(forward, model), lambda output, batch: weigh(loss(output, batch), batch))
+
+        def measure(output: Any, batch: Any) -> Tensor:
+            return stack_numbers(measure_means(self._means, output, batch, batch), self.world.device)
+
+        return Objective(
+            partial(forward, model),
+            lambda output, batch: weigh(loss(output, batch), batch),
+            measure=measure if self._means else None,
+        )

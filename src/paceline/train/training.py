@@ -198,6 +198,9 @@ class Training(TrainedModels, Generic[Handed]):
         self._requests = StopRequests()
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.layout}, after step {self.step_number})"
+
     @property
     def run_folder(self) -> Path | None:
         """The folder given to `resume`, or `None`."""
@@ -400,6 +403,7 @@ class Training(TrainedModels, Generic[Handed]):
         lr: float,
         comm_s: float,
         values: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Step:
         """Move the data's position behind a step, and record it."""
         if self._islands is not None:
@@ -420,12 +424,15 @@ class Training(TrainedModels, Generic[Handed]):
             step_s=now_s - self._last_step_end_s,
             data_s=self._data_s,
             comm_s=comm_s,
+            metrics=dict(metrics or {}),
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
         times = self._saver.end_step()
         self._records.write_step(
-            step, self.num_samples, self._updates.values(), times, values or {}, self._count_steps()
+            *(step, self.num_samples, self._updates.values(), times),
+            {**(values or {}), **step.metrics},
+            self._count_steps(),
         )
         self._skipped.count(step)
         return step

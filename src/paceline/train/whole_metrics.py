@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.torch_seams.trees import tree_map_only
+from paceline.train.batches import weigh
 
 Metric = Callable[[Any, Any], Any] | tuple[Any, Callable[[Any, Any], Any]]
 
@@ -119,6 +120,18 @@ def _alone(metric: Any) -> Any:
             each.distributed_available_fn = before
 
 
+def measure_means(means: Mapping[str, Any], output: Any, batch: Any, samples: Any) -> list[Tensor]:
+    """Return the sum and the weight of each metric over a microbatch, in turn."""
+    pairs = [weigh(each(output, batch), samples, by=f"the metric {name!r}") for name, each in means.items()]
+    return [value for pair in pairs for value in pair]
+
+
+def stack_numbers(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return numbers as a row in float64; one of the host is not copied, which would wait for the device."""
+    doubles = [number.double() for number in numbers]
+    return torch.stack([n.new_full((), n.item(), device=device) if n.is_cpu else n for n in doubles])
+
+
 def split_metrics(metrics: Mapping[str, Metric]) -> tuple[dict[str, Any], list[WholeMetric]]:
     """Return the metrics that are means over samples, by name, and those of all samples."""
     means = {name: each for name, each in metrics.items() if not isinstance(each, tuple)}
@@ -127,7 +140,7 @@ def split_metrics(metrics: Mapping[str, Metric]) -> tuple[dict[str, Any], list[W
         if isinstance(each, tuple):
             metric, select = each if len(each) == 2 else (each, None)
             wholes.append(WholeMetric(name, metric, select))
-        elif not callable(each) or hasattr(each, "compute"):
+        elif not callable(each) or hasattr(each, "compute") or name == "loss":
             raise _metric_error(
                 f"metrics={{{name!r}: {type(each).__name__}}}.",
                 "Pass a function from (output, batch) to (sum, weight), or a pair of a metric of all samples "
