@@ -24,7 +24,7 @@ CALLS: list[Callable[..., Any]] = [
     *(Trainer.evaluate, Training.predict, Training.keep_best, Trainer.whole_state, Trainer.gather_into),
     *(Trainer.on_gradients, Loop.evaluate, Loop.step, Loop.split, LoopStep.clip_grad_norm_),
     *(paceline.start, paceline.launch, paceline.verify, paceline.Average.__init__, paceline.pretrained),
-    paceline.load_recipe,
+    *(paceline.load_recipe, paceline.schedule),
 ]
 
 

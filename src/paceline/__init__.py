@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.sinks.sink import Sink
     from paceline.train.average import Average
     from paceline.train.loop import Loop, parallelize
+    from paceline.train.schedule import schedule
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
     from paceline.verifying.check import verify
@@ -51,6 +52,7 @@ __all__ = [
     "load_recipe",
     "parallelize",
     "pretrained",
+    "schedule",
     "start",
     "verify",
 ]
@@ -70,6 +72,7 @@ _HOMES = {
     "load_recipe": "recipe",
     "pretrained": "huggingface.factory",
     "parallelize": "train.loop",
+    "schedule": "train.schedule",
     "start": "world",
     "verify": "verifying.check",
 }

@@ -31,8 +31,9 @@ _WORDS = (
         "lr learning_rate weight_decay optimizers optim optimizer_cls params model_parameters",
     ),
     (
-        "schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...)",
-        "scheduler lr_scheduler lr_scheduler_type warmup_steps warmup_ratio schedulers",
+        'schedule=paceline.schedule("cosine", num_steps=1000, warmup_steps=100), or any function from an '
+        "optimizer to a scheduler",
+        "scheduler lr_scheduler lr_scheduler_type warmup warmup_ratio schedulers lr_scaling",
     ),
     (
         "loss=lambda output, batch: (sum_of_losses, weight)",

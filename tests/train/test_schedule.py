@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import paceline
+from paceline import PacelineError
 from paceline.recipe.load import parse_recipe
 from paceline.recipe.schema import AdamW, Sgd
 from paceline.train.schedule import build_schedule, scale_lr
@@ -118,6 +121,48 @@ def rates(world: Any) -> list[float]:
 def test_a_steps_rate_is_the_one_that_it_used(ranks: Pool) -> None:
     for found in ranks.run(rates):
         assert found == pytest.approx([1.0, 2.0, 2.0, 1.1, 0.2])
+
+
+def test_python_reaches_the_schedules_of_recipes() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=3.0)
+    built = paceline.schedule("cosine", num_steps=9, warmup_steps=3, min_lr_ratio=0.2, lr_scale=0.5)(
+        optimizer
+    )
+    found = []
+    for _ in range(11):
+        found.append(built.get_last_lr()[0])
+        optimizer.step()
+        built.step()
+    expected = factors(9, schedule="cosine", warmup_steps=3, min_lr_ratio=0.2)
+    assert found == pytest.approx([1.5 * factor for factor in expected[:11]])
+    for wrong in ({"num_steps": 0}, {"num_steps": 5, "min_lr_ratio": 2.0}, {"num_steps": 5, "kind": "poly"}):
+        with pytest.raises(PacelineError):
+            paceline.schedule(**wrong)  # type: ignore[arg-type]
+
+
+def resume(world: Any, folder: str) -> tuple[str, list[float]]:
+    def start(num_steps: int, *accept: str) -> list[float]:
+        trainer = Trainer(
+            nn.Linear(3, 1),
+            loss=lambda output, batch: (output.sum(), len(output)),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1.0),
+            schedule=paceline.schedule("linear", num_steps=num_steps, min_lr_ratio=0.0),
+        )
+        trainer.resume(folder, accept=accept)
+        found = [trainer.step(torch.randn(2, 3)).lr for _ in range(2)]
+        trainer.save(wait=True)
+        return found
+
+    start(5)
+    with pytest.raises(PacelineError) as caught:
+        start(9)
+    return str(caught.value), start(5) + start(9, "schedule.num_steps")
+
+
+def test_a_run_is_not_resumed_under_another_length_of_its_schedule(ranks: Pool, tmp_path: Path) -> None:
+    [[refused, rates]] = ranks.run(resume, nproc=1, args=(str(tmp_path),))
+    assert "schedule.num_steps was 5 and is 9" in refused
+    assert rates == pytest.approx([0.5, 0.25, 0.5, 0.375])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
