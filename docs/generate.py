@@ -79,6 +79,7 @@ def _recipe_page() -> Iterator[str]:
         "`Trainer(name=)` is the argument of a trainer that means the same.\n"
     )
     for section, field in Recipe.model_fields.items():
+        seen: dict[str, str] = {}
         needed = " (needed)" if field.is_required() else ""
         yield f"## [{section}]{needed}\n"
         for model in models_in(field.annotation):
@@ -87,12 +88,23 @@ def _recipe_page() -> Iterator[str]:
                 default = "" if field.is_required() or kind != field.default.kind else " (default)"
                 yield f'### kind = "{kind}"{default}\n'
             yield f"{_one_line(inspect.getdoc(model) or '')}\n"
-            yield "| key | type | default | meaning |"
-            yield "|---|---|---|---|"
-            for name, key in model.model_fields.items():
-                if name != "kind" or kind is None:
-                    yield _row(section, name, key)
+            keys = [each for each in model.model_fields.items() if each[0] != "kind" or kind is None]
+            rows = [(f"`{name}`", _row(section, name, key)) for name, key in keys]
+            yield from _table("| key | type | default | meaning |", rows, seen, f"`{kind}`")
             yield ""
+
+
+def _table(head: str, rows: list[tuple[str, str]], seen: dict[str, str], place: str) -> Iterator[str]:
+    """Yield rows by name as a table, several that another place has already as one line."""
+    known: dict[str, list[str]] = {}
+    for name, row in rows:
+        known.setdefault(seen.get(row, ""), []).append(name)
+    shared = {other: names for other, names in known.items() if other and len(names) > 1}
+    if new := [row for _, row in rows if seen.get(row) not in shared]:
+        yield from (head, "|---" * (head.count("|") - 1) + "|", *new)
+    for other, names in shared.items():
+        yield ("\n" if new else "") + f"As for {other}: {', '.join(names)}."
+    seen |= {row: place for _, row in rows if row not in seen}
 
 
 def _row(section: str, name: str, field: FieldInfo) -> str:
@@ -193,28 +205,27 @@ def _commands_page() -> Iterator[str]:
     yield NOTE.format(source="the parser in src/paceline/cli")
     yield "\n# Every option of a command\n"
     yield "`paceline help COMMAND` prints them too. `run` and `profile` also take [torchrun's flags](run.md)."
-    yield from _list_options(build_parser(), "paceline")
+    yield from _list_options(build_parser(), "paceline", {})
 
 
-def _list_options(parser: argparse.ArgumentParser, words: str) -> Iterator[str]:
+def _list_options(parser: argparse.ArgumentParser, words: str, seen: dict[str, str]) -> Iterator[str]:
     own = [group._group_actions for group in parser._action_groups if group.title == "paceline's own flags"]
     actions = own[0] if own else parser._actions  # torchrun's depend on torch
     below = [each for each in actions if isinstance(each, argparse._SubParsersAction)]
-    rows = [each for each in actions if each.help and each not in below and each.dest != "help"]
-    if rows:
-        yield f"\n## `{words}`\n"
-        yield "| option | effect |"
-        yield "|---|---|"
-    for each in rows:
-        if each.help != argparse.SUPPRESS:
+    rows = []
+    for each in actions:
+        if each.help not in (None, argparse.SUPPRESS) and each not in below and each.dest != "help":
             values = each.metavar if isinstance(each.metavar, str) else "|".join(map(str, each.choices or ()))
             name = " ".join(filter(None, (", ".join(each.option_strings) or None, values))) or each.dest
             text = str(each.help) % {"default": each.default, "prog": parser.prog}
             text = re.sub(r"\b\w+\.json\b", r"`\g<0>`", text)
-            yield f"| `{_cell(name)}` | {_cell(text).replace('<', '&lt;')} |"
+            rows.append((f"`{_cell(name)}`", f"| `{_cell(name)}` | {_cell(text).replace('<', '&lt;')} |"))
+    if rows:
+        yield f"\n## `{words}`\n"
+        yield from _table("| option | effect |", rows, seen, f"`{words}`")
     for each in below:
         for name, command in each.choices.items():
-            yield from _list_options(command, f"{words} {name}")
+            yield from _list_options(command, f"{words} {name}", seen)
 
 
 def _memory_table() -> Iterator[str]:

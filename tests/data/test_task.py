@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.data import TaskData, build_data
 from paceline.data.text import MaskedTokens, NextTokens
 from paceline.models import build_model
 from paceline.recipe import parse_recipe
+from tests.train.cases import digits_recipe
 
 
 def task(tmp_path: Path, model: str, kind: str, **keys: Any) -> TaskData:
@@ -64,3 +66,15 @@ def test_models_are_built_from_it(tmp_path: Path) -> None:
     digits = build_data(recipe)
     model = build_model(recipe, digits)
     assert model(digits.train[0]["images"][None]).shape == (1, 10)
+
+
+def test_overfit_batches_keeps_the_first_global_batches() -> None:
+    def load(num_batches: int) -> TaskData:
+        table = digits_recipe()
+        table["train"] |= {"overfit_batches": num_batches, "global_batch_size": 30}
+        return build_data(parse_recipe(table))
+
+    whole, two = load(0), load(2)
+    assert len(two.train) == 60  # type: ignore[arg-type]
+    assert all(torch.equal(two.train[i]["images"], whole.train[i]["images"]) for i in range(60))
+    assert len(load(10_000).train) == len(whole.train)  # type: ignore[arg-type]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from paceline.data import digits
 from paceline.data.images import DigitImages
@@ -62,6 +62,13 @@ def build_data(recipe: Recipe) -> TaskData:
     Raises:
         PacelineError: PL200 to PL209, see `prepare_data`; PL837 for the function of `kind = "own"`.
     """
+    data, size = _build(recipe), recipe.train.overfit_batches * recipe.train.global_batch_size
+    if 0 < size < len(data.train):  # type: ignore[arg-type]
+        data = replace(data, train=Subset(data.train, range(size)))
+    return data
+
+
+def _build(recipe: Recipe) -> TaskData:
     if isinstance(recipe.data, OwnData):
         return _build_own(recipe.data, recipe.train.global_batch_size)
     prepared = prepare_data(recipe)

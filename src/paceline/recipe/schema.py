@@ -117,12 +117,9 @@ class MoeModel(DecoderFields):
     """First blocks that have one feed-forward, of width `ffn_hidden`, in place of a mixture; less than
     `layers`."""
     balance: Literal["loss", "bias", "global"] = "loss"
-    """Method that keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert,
-    added to the router's probabilities when it chooses, and to nothing else. After each step it rises for
-    experts that the global batch chose less often than the mean, and falls for the others (DeepSeek-AI 2024,
-    "DeepSeek-V3", section 2.1.2). `"global"` is the auxiliary loss with the shares of the last step's global
-    batch in place of the microbatch's, so that a microbatch of one subject may use few experts (Qiu et al.
-    2025, "Demons in the Detail", which takes the shares of the step itself)."""
+    """Method that keeps experts equally full (`docs/experts.md`): `"loss"`, an auxiliary loss per microbatch;
+    `"bias"`, a number per expert that the router adds when it chooses; `"global"`, the auxiliary loss with
+    the shares of the last step's global batch."""
     balance_loss: NonNegativeFloat | None = None
     """Weight of the auxiliary loss in training: with E experts, E times the sum over experts of (share of the
     choices x mean probability), per microbatch, a mean over the mixtures (Fedus et al. 2021, section 2.2).
@@ -312,6 +309,9 @@ class TrainSection(Section):
     the lowest one; 0: never."""
     eval_samples: PositiveInt | None = None
     """Number of validation samples to evaluate on, from the first one on. Default: all."""
+    overfit_batches: NonNegativeInt = 0
+    """Train on the samples of the first so many global batches alone: a sound model learns them by heart; 0:
+    on all."""
     deterministic: bool = True
     """Use deterministic kernels only; an operation without one is an error."""
     compile: bool = False
