@@ -26,11 +26,27 @@ def test_objects_of_a_loop_print_a_line(tmp_path: Path) -> None:
             held += [share, trainer.step(share), trainer.save(wait=True) and trainer.save()]
         held.append(trainer.evaluate(trainer.loader(torch.randn(8, 64), global_batch_size=8)))
     printed = [repr(each) for each in held]
-    assert all("\n" not in text and len(text) < 400 for text in printed), printed
+    assert all("\n" not in text and len(text) < 250 for text in printed), printed
+    assert printed[0].startswith("World(rank 0 of 1, node 0 of 1, cpu")
+    assert repr(trainer) == "Trainer(dp_replicate=1, after step 2)"
+    assert printed[-1] == str(held[-1])
     assert printed[1].startswith("Loader(rows: 64 samples in batches of 32, microbatches of 4; epoch")
     assert printed[2] == "Share(8 of 8 microbatches of batch 0 in epoch 0, 32 samples)"
     assert printed[3].startswith("step 1: loss ")
     assert str(tmp_path) in printed[4]
+
+
+def test_a_step_of_a_loop_prints_its_means() -> None:
+    with paceline.start():
+        model = torch.nn.Linear(64, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = paceline.Loop(model, optimizer, microbatch_size=4, means=["size"])
+        step = loop.own(torch.ones(8, 64))
+        assert repr(step) == "step 1, before the end of its inner loop"
+        for batch in step:
+            step.backward(model(batch).square().mean())
+            step.mean("size", 0.5)
+        assert repr(step) == f"step 1: loss {step.loss:.6g}, gradient norm {step.grad_norm:.6g}, size 0.5"
 
 
 def test_a_comparison_prints_a_line_per_layout() -> None:
@@ -47,3 +63,6 @@ def test_a_comparison_prints_a_line_per_layout() -> None:
         "tp=2 on 2 ranks: differs, largest difference 7 of its tolerance",
         "  net.0: differs. It must not. Look. [PL714]",
     ]
+    table = verified._repr_html_()
+    assert "<tr><td>tp=2</td><td>2</td><td>differs</td><td>7</td></tr>" in table
+    assert "<pre>net.0: differs. It must not. Look. [PL714]</pre>" in table

@@ -112,6 +112,12 @@ class World:
     _owns_group: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
 
+    def __repr__(self) -> str:
+        return (
+            f"World(rank {self.rank} of {self.world_size}, node {self.node_rank} of {self.num_nodes}, "
+            f"{self.device}, {self.backend}, started by {self.launcher})"
+        )
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the rank that writes and prints."""

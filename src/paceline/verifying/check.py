@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +117,14 @@ class Verified:
             f"{self.num_steps} steps in {self.dtype}, {self.num_tensors} tensors compared with one process"
         ]
         return "\n".join([*lines, *map(repr, self.results), *map(str, (*self.draws, *self.remarks))])
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for a notebook."""
+        head = ("layout", "ranks", "status", "largest difference, in tolerances")
+        rows = [(each.layout, each.num_ranks, each.status, f"{each.worst:.2g}") for each in self.results]
+        cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in (head, *rows)]
+        notes = escape("\n".join(map(str, (*self.findings, *self.draws, *self.remarks))))
+        return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table><pre>{notes}</pre>"
 
     @property
     def ok(self) -> bool:
