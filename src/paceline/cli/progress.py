@@ -33,6 +33,7 @@ class ProgressPrinter:
 
     def __init__(self) -> None:
         self._last_line_s = 0.0
+        self._first: tuple[int, float] | None = None
 
     def begin(
         self, *, num_parameters: int, num_steps: int, first_step: int, world: World, layout: Layout
@@ -47,6 +48,7 @@ class ProgressPrinter:
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
         """Show a step."""
         now_s = time.monotonic()
+        self._first = self._first or (step.number, now_s)
         if step.number != num_steps and now_s - self._last_line_s < _LINE_EVERY_S:
             return
         self._last_line_s = now_s
@@ -55,11 +57,20 @@ class ProgressPrinter:
         _print(
             f"step {step.number}/{num_steps}  loss {step.loss:.4f}  grad {step.grad_norm:.3f}  "
             f"lr {step.lr:.2e}  {format_count(rate)} {unit}/s"
+            + _describe_left(self._first, (step.number, now_s), num_steps)
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Show an evaluation on the validation data."""
         _print(f"step {step}: validation {evaluation}")
+
+
+def _describe_left(first: tuple[int, float], now: tuple[int, float], num_steps: int | None) -> str:
+    """Return the time left, from the numbers and times of the first step and this one; or nothing."""
+    num_taken = now[0] - first[0]
+    if num_steps is None or not num_taken or now[0] >= num_steps:
+        return ""
+    return f"  {format_seconds((now[1] - first[1]) / num_taken * (num_steps - now[0]))} left"
 
 
 def _print(text: str) -> None:
@@ -72,26 +83,21 @@ class ProgressSink(Sink):
     name = "progress"
 
     def begin(self, start: SinkRun) -> None:
-        self._num_steps, self._first_step = start.num_steps, start.first_step
-        self._began_s: float | None = None
+        self._num_steps = start.num_steps
+        self._first: tuple[int, float] | None = None
         self._last_line_s = 0.0
 
     def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
         if "loss" not in values:  # values that were logged later
             return
-        if self._began_s is None:
-            self._began_s, self._first_step = wall_s, number
+        self._first = self._first or (number, wall_s)
         is_last = number == self._num_steps
         if wall_s - self._last_line_s < _LINE_EVERY_S and not is_last:
             return
         self._last_line_s = wall_s
         text = f"step {number}" + (f"/{self._num_steps}" if self._num_steps else "")
         text += f"  loss {values['loss']:.4f}  {format_count(values.get('samples_per_s', 0.0))} samples/s"
-        num_taken = number - self._first_step
-        if self._num_steps and num_taken and not is_last:
-            left_s = (wall_s - self._began_s) / num_taken * (self._num_steps - number)
-            text += f"  {format_seconds(left_s)} left"
-        _print(text)
+        _print(text + _describe_left(self._first, (number, wall_s), self._num_steps))
 
     def evaluation(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
