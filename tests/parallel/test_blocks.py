@@ -74,6 +74,10 @@ def held_parts() -> nn.Module:
     )
 
 
+def in_dict(build: Callable[[], nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict({str(number): build() for number in range(2)})
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "gpt": (lambda: Gpt(GptModel(kind="gpt", layers=2, hidden=16, heads=2), 64, 8), ["layers.0", "layers.1"]),
     "resnet": (
@@ -114,6 +118,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "one block": (lambda: WithHeads(1), ["layers.0"]),
     "layers of one kind": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ["0", "1", "2"]),
     "blocks that only hold their parts": (held_parts, ["0.mlp.up", "0.mlp.down", "1.mlp.up", "1.mlp.down"]),
+    "blocks in a dict, as in torchtitan": (
+        lambda: nn.ModuleDict({"embedding": nn.Embedding(9, 4), "layers": in_dict(Experts)}),
+        ["layers.0", "layers.1"],
+    ),
+    "two towers in a dict": (
+        lambda: in_dict(lambda: nn.Transformer(16, 2, 1, 1, 32)),
+        [f"{tower}.{half}.layers.0" for tower in "01" for half in ("encoder", "decoder")],
+    ),
+    "a dict of plain layers": (lambda: in_dict(lambda: nn.Linear(4, 4)), [""]),
     "none": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [""]),
     "no lists": (lambda: nn.Linear(4, 4), [""]),
 }

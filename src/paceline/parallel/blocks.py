@@ -1,8 +1,8 @@
 """Finds the repeated blocks of a model: the unit of sharding, recompute and compile.
 
-A transformer holds its layers in a `ModuleList`, a residual network in one `Sequential` per stage, an
-encoder-decoder in two lists. So the blocks are the members of the outermost lists of modules of one class.
-Blocks are not searched for further blocks. There are three special cases.
+A transformer holds its layers in a `ModuleList` (torchtitan in a `ModuleDict`), a residual network in one
+`Sequential` per stage, an encoder-decoder in two lists. So the blocks are the members of the outermost lists
+of modules of one class. Blocks are not searched for further blocks. There are three special cases.
 
 - A list may hold stages, which hold the blocks in lists of their own (Swin). It is searched if the modules of
   the inner lists are themselves made of parts, as blocks are. A block's own list of experts is not.
@@ -85,14 +85,17 @@ def _outermost_lists(module: nn.Module, name: str) -> Iterator[Named]:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a ModuleList or Sequential holds modules of one class; a single one must have parts."""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+    """Return whether a container holds modules of one class; a single one, or one of a dict, has parts."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
     children = list(module.children())
     with_parameters = _children_with_parameters(module)
     if len({type(child) for child in children}) != 1 or len(with_parameters) != len(children):
         return False
-    return len(children) > 1 or (isinstance(module, nn.ModuleList) and _has_parts(children[0]))
+    has_parts = all(map(_has_parts, children))
+    if isinstance(module, nn.ModuleDict):
+        return len(children) > 1 and has_parts
+    return len(children) > 1 or (isinstance(module, nn.ModuleList) and has_parts)
 
 
 def _is_list_of_stages(module: nn.Module) -> bool:
