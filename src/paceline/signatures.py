@@ -33,7 +33,7 @@ _WORDS = (
     (
         'schedule=paceline.schedule("cosine", num_steps=1000, warmup_steps=100), or any function from an '
         "optimizer to a scheduler",
-        "scheduler lr_scheduler lr_scheduler_type warmup warmup_ratio schedulers lr_scaling",
+        "scheduler lr_scheduler lr_scheduler_type warmup warmup_steps warmup_ratio schedulers lr_scaling",
     ),
     (
         "loss=lambda output, batch: (sum_of_losses, weight)",
