@@ -73,7 +73,7 @@ class Arguments:
     reduction: str
     microbatch_size: int | None
     loss_over: str
-    metrics: Mapping[str, Callable[[Any, Any], Any]]
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None
     clip_norm: float
     seed: int
     ddp: DdpSection | Mapping[str, Any] | None
@@ -265,7 +265,7 @@ class Arguments:
             RunSetting("forward", self.forward, is_code=True),
             RunSetting("loss", self.loss, is_code=True),
             RunSetting("loss_over", self.loss_over, is_kept=True),
-            RunSetting("metrics", list(self.metrics)),
+            RunSetting("metrics", list(self.metrics or ())),
             RunSetting("step", self.step, is_code=True),
             RunSetting("schedule", self.schedule, is_code=True),
             RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),

@@ -262,7 +262,7 @@ def check_functions(
     forward: object,
     loss: object,
     optimizer: object,
-    metrics: Mapping[str, Any],
+    metrics: object,
 ) -> None:
     """Raise if models, losses and optimizers do not fit together.
 

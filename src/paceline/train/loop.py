@@ -497,7 +497,7 @@ def parallelize(
 
 
 # What a loop does not take, by the names of `Arguments`.
-_UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0, "metrics": {}}
+_UNUSED: dict[str, Any] = {"loss_over": "microbatch", "clip_norm": 0.0}
 # Part of torch's message for a GradScaler that steps an optimizer without gradients.
 _NO_INF_CHECKS = "No inf checks were recorded"
 

@@ -155,10 +155,9 @@ class Trainer(Training[Share]):
         world = current_world()
         named["seed"] = world.seed if seed is None else seed
         named["model"], named["compile"] = open_models(model, compile)
-        named["metrics"] = metrics or {}
         given = Arguments(**{each.name: named[each.name] for each in fields(Arguments)})
         given.check_functions()
-        self._means, _ = split_metrics(given.metrics)
+        self._means, _ = split_metrics(given.metrics or {})
         super().__init__(given, forward or call_model, loss, example)
         for update in self._updates.values():
             update.num_means = len(self._means)
