@@ -220,10 +220,12 @@ def make_reference(subject: Subject, folder: str, step: int = 0) -> Facts:
         first = _train_first(opened, subject, step)
         in_order: dict[str, float] = {}
         spread = _Spread(first.found, in_order)
-        narrow, again = _rerun(opened, subject, first.clip_norm, 1, spread, step, shuffles=False)
+        narrow, _ = _rerun(opened, subject, first.clip_norm, 1, spread, 0, shuffles=False)
         floors = dict(in_order)
-        for number in range(2, NUM_RERUNS + 1):
-            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors), step)
+        # One rerun is watched: more of them only raise the floors, by weights whose gradients are rounding.
+        _, again = _rerun(opened, subject, first.clip_norm, 2, _Spread(first.found, floors), step)
+        for number in range(3, NUM_RERUNS + 1):
+            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors), 0)
     ordered = _find_ordered(first.found, in_order, floors, subject.dtype)
     noise, watched = _measure_noise(first.found, floors, subject.dtype), first.watched
     if watched is not None:
