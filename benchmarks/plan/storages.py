@@ -1,6 +1,6 @@
-"""Compares planned memory with the storages of tensors that real steps have at their fullest, on 4 CPU ranks.
+"""Compares planned memory with the storages of tensors that real steps have at their fullest, on 1 CPU rank.
 
-    python benchmarks/plan/storages.py [MODEL ...]     # measures the models that storages.jsonl lacks
+    python benchmarks/plan/storages.py [MODEL ...]     # measures the layouts that storages.jsonl lacks
     python benchmarks/plan/storages.py --report        # plans all measured steps anew, and prints the table
 
 Each model is trained for three steps under every legal layout (with each recompute). In the third, all
@@ -48,7 +48,7 @@ sys.path.insert(0, str(HERE))
 from machine import quote_setting  # noqa: E402
 
 ROWS = HERE / "storages.jsonl"
-RANKS, SAMPLES, MICROBATCHES, TOKENS, VOCAB = 4, 4, 2, 128, 512
+RANKS, SAMPLES, MICROBATCHES, TOKENS, VOCAB = 1, 4, 2, 128, 512
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,9 @@ def load_own(name: str, layout: str = "") -> Recipe:
     return load_recipe(str(ROOT / "recipes" / f"{file}.toml"), [*settings, *words])
 
 
-def measure(name: str, layouts: list[str]) -> list[tuple[str, float | str]]:
-    """Return the most bytes of a rank by layout, or why it cannot be trained; on each of the ranks."""
-    found: list[tuple[str, float | str]] = []
-    with paceline.start(device="cpu", threads_per_rank=1):
+def measure(name: str, layouts: list[str]) -> None:
+    """Train under each layout, and add a row with the most bytes of a rank, or the code of a refusal."""
+    with paceline.start(device="cpu", threads_per_rank=1) as world:
         for layout in layouts:
             torch.manual_seed(0)
             value: float | str
@@ -176,8 +175,9 @@ def measure(name: str, layouts: list[str]) -> list[tuple[str, float | str]]:
             except paceline.PacelineError as error:
                 value = str(error.code)
             gc.collect()
-            found.append((layout, value))
-    return found
+            if world.is_main:
+                with ROWS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"model": name, "layout": layout, "bytes": value}) + "\n")
 
 
 def _measure_one(name: str, layout: str) -> float:
@@ -251,15 +251,12 @@ def main(words: list[str]) -> None:
     if words == ["--report"]:
         report()
         return
-    done = {json.loads(line)["model"] for line in ROWS.read_text().splitlines()} if ROWS.exists() else set()
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    done = {(row["model"], row["layout"]) for row in rows}
     for name in words or [*OWN, *MODELS]:
-        if name in done:
-            continue
-        layouts = list_layouts(name)
-        found = paceline.launch(measure, RANKS, (name, layouts), device="cpu", hang_after_s=None)[0]
-        with ROWS.open("a", encoding="utf-8") as file:
-            for layout, num_bytes in found:
-                file.write(json.dumps({"model": name, "layout": layout, "bytes": num_bytes}) + "\n")
+        layouts = [layout for layout in list_layouts(name) if (name, layout) not in done]
+        if layouts:
+            paceline.launch(measure, RANKS, (name, layouts), device="cpu", hang_after_s=None)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,11 @@ class Demands:
         samples = min(costs.microbatch, costs.global_batch) / layout.cp
         activations = held * samples * sum(self._keep(part, layout) for part in parts)
         blocks = [part for part in parts if part.input_bytes]
-        again = max((part.kept.divide(layout.tp, sequence=layout.sequence) for part in blocks), default=0.0)
+        # What a second forward adds to what the block has kept.
+        whole = (part.kept.divide(layout.tp, sequence=layout.sequence) for part in blocks)
+        again = max(
+            (every - self._keep(part, layout) for every, part in zip(whole, blocks, strict=True)), default=0.0
+        )
         again = samples * again if layout.recompute != "none" else 0.0
         work = samples * max((part.work_bytes for part in parts), default=0.0) / layout.tp
         loss = samples * costs.loss_bytes / layout.tp if costs.after in parts else 0.0
