@@ -10,6 +10,7 @@ import pytest
 from tests.chaos import nodes as chaos
 from tests.chaos.launcher_cases.interrupts import check_partitioned, check_waiting
 from tests.chaos.launcher_cases.two_nodes import check_cause_is_elsewhere, check_sums, check_unknown_name
+from tests.launching.etcd_server import ETCD
 from tests.launching.launched import paceline_run
 from tests.launching.nodes import why_no_nodes
 
@@ -44,9 +45,9 @@ def test_a_signal_ends_a_launcher_that_is_cut_off(tmp_path: Path) -> None:
     check_partitioned(tmp_path, meeting="c10d")
 
 
-def measure(name: str) -> chaos.Reading:
+def measure(name: str, store: str = "folder") -> chaos.Reading:
     fault = next(fault for fault in chaos.FAULTS if fault.name == name)
-    with chaos.Bench(paceline_run, 60) as bench:
+    with chaos.Bench(paceline_run, 60, store) as bench:
         reading = bench.measure(fault)
     assert reading.without_s is not None, reading.text
     return reading
@@ -60,6 +61,11 @@ def test_the_job_goes_on_without_the_node_of_the_endpoint() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["number 0 of 3, power cut", "one of 3 cut off for 8 s"])
-def test_the_job_goes_on_without_a_node(name: str) -> None:
-    assert "is lost: no beat for 3 s" in measure(name).text
+def test_the_job_goes_on_without_a_node_that_loses_its_power() -> None:
+    assert "is lost: no beat for 3 s" in measure("number 0 of 3, power cut").text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ETCD is None, reason="needs etcd, in the network that is cut")
+def test_the_job_goes_on_without_a_node_that_is_cut_off() -> None:
+    assert "is lost: no beat for 3 s" in measure("one of 3 cut off for 8 s", "etcd").text
