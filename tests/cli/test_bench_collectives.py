@@ -73,4 +73,4 @@ def test_only_rank_0_prints_under_any_launcher(
 
 def test_what_people_read() -> None:
     lines = describe_collectives(make_found()).splitlines()
-    assert any(line.split()[0] == "all_reduce" and line.endswith("0.768 MB/s") for line in lines)
+    assert any(line.split()[:1] == ["all_reduce"] and line.endswith("0.768 MB/s") for line in lines)

@@ -53,6 +53,8 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         self.trace = trace
         self.hint = hint
         self.signal_name = name_signal(status)
+        if self.signal_name == "SIGSEGV" and _DDP_STARTS in trace:
+            self.hint = f"{_DETAIL}\n{hint}".rstrip()
         self.code = "PL330" if trace and self.signal_name is None else "PL331"
 
     @property
@@ -86,6 +88,10 @@ class PumpLost(Exception):  # noqa: N818 (named after the event)
             "the process that copies the ranks' output was killed from outside; the ranks were ended, "
             "because their output would have been lost. [PL332]"
         )
+
+
+_DDP_STARTS = "in _ddp_init_helper"
+_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash there with gloo; INFO works."
 
 
 def name_signal(status: int) -> str | None:
