@@ -205,7 +205,7 @@ def test_beats_count_collectives(listener):
         for _ in range(25):
             dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX)
             time.sleep(0.1)
-        time.sleep(3.0)  # standing still, it tells what it had no time for
+        time.sleep(3.0)  # for a beat after the last call
         """,
     )
     process.communicate(timeout=60)
@@ -217,12 +217,7 @@ def test_beats_count_collectives(listener):
     issued = [beat.issued["0"] for beat in beats]
     assert issued == sorted(issued)
     assert issued[-1] - issued[0] >= 10
-    told = [call for beat in beats for call in beat.calls]
-    assert [call.number for call in told] == list(range(1, len(told) + 1))
-    assert len(told) == 25
-    assert {(call.group, call.operation, call.reduce_op) for call in told} == {("0", "all_reduce", "max")}
     assert (beats[-1].issued, beats[-1].completed) == ({"0": 25}, {"0": 25})
-    assert not any(call.frames for call in told)
 
 
 def test_stacks_while_python_is_locked(listener):
