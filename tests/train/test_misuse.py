@@ -144,7 +144,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "several with a loss": (
         "PL406",
         lambda: build_named(loss=square),
-        "forward= or loss= together with step=",
+        "forward=, loss= or metrics= together with step=",
     ),
     "one without a loss": ("PL406", lambda: build(loss=None), "one model with no loss="),
     "one with a step": ("PL406", lambda: build(step=lambda update: None), "one model with step="),

@@ -447,7 +447,8 @@ def save_in_a_folder_that_does_not_answer(world: Any, folder: str, settings: dic
             belongings.os.stat = stat if number == 2 else usual  # type: ignore[attr-defined, assignment]
         if number == 5:
             answers.set()
-            time.sleep(0.5)
+            time.sleep(2.0)  # for the threads that were given up
+            joint._STILL_S = 10.0  # a busy machine stands still for a moment too
         if number == 6:
             Path(folder).rename(f"{folder}-aside") if world.is_main else None
             Path(folder).mkdir() if world.is_main else None
