@@ -60,10 +60,10 @@ def read_resident() -> int:
 
 def read_machine() -> Use:
     """Return the use of this machine's memory."""
-    import psutil  # ranks import this file, and nothing else than the standard library before their script
-
-    memory = psutil.virtual_memory()
-    return Use("machine", memory.total, memory.total - memory.available)
+    # Not by psutil: ranks read it from the start on, and a script may have another version of psutil.
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    values = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
+    return Use("machine", values["MemTotal"], values["MemTotal"] - values["MemAvailable"])
 
 
 class Gauge:
