@@ -1,4 +1,4 @@
-"""What commands share: standard streams on which they can rely, tables, and the flags of recipes.
+"""Serves all commands: reliable standard streams, tables, and the flags of recipes.
 
 A shell may start a command with a closed stream (`>&-`). A terminal's encoding may lack a character of a file
 name. A file may be on a full disk.
