@@ -106,7 +106,9 @@ class Times:
     num_parameters: int
 
 
-def run_rank(recipe: Recipe, names: list[str], num_blocks: int, block_steps: int, warm_up: int) -> Times:
+def run_rank(
+    recipe: Recipe, names: list[str], folder: Path, num_blocks: int, block_steps: int, warm_up: int
+) -> Times:
     """Run on every rank: all variants, each with its own model, optimizer and loader.
 
     Paceline's steps run as its recipes do by default, with deterministic kernels only; the others with the
@@ -119,17 +121,14 @@ def run_rank(recipe: Recipe, names: list[str], num_blocks: int, block_steps: int
         is_ours = name.startswith(("paceline", "loop"))
         torch.use_deterministic_algorithms(is_ours and train.deterministic)
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        paceline.start(
-            device=train.device,
-            timeout_s=train.timeout_s,
-            seed=train.seed,
-            threads_per_rank=train.threads_per_rank,
-            deterministic=train.deterministic,
-        ) as world,
-    ):
-        job = Job(recipe, build_data(recipe), world, Path(folder))
+    with paceline.start(
+        device=train.device,
+        timeout_s=train.timeout_s,
+        seed=train.seed,
+        threads_per_rank=train.threads_per_rank,
+        deterministic=train.deterministic,
+    ) as world:
+        job = Job(recipe, build_data(recipe), world, folder)
         loops = {name: VARIANTS[name](job) for name in names}
         blocks = alternate(
             world,
@@ -151,8 +150,9 @@ def measure(size_name: str, group: str, num_microbatches: int, num_blocks: int) 
     prepare_data(recipe)
     names = GROUPS[group]
     conditions = Conditions()
-    arguments = (recipe, names, num_blocks, size.block_steps, 3 * size.block_steps)
-    found = launch(run_rank, nproc=NUM_RANKS, args=arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (recipe, names, Path(folder), num_blocks, size.block_steps, 3 * size.block_steps)
+        found = launch(run_rank, nproc=NUM_RANKS, args=arguments)
     return {
         "size": size_name,
         "group": group,
