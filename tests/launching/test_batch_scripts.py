@@ -97,7 +97,7 @@ files = ["python-stdlib"]
 tokenizer = "bytes"
 seq_len = 64
 [train]
-steps = 400
+steps = 1500 # an idle machine takes 400 before SLURM has preempted the job
 global_batch_size = 8
 microbatch_size = 4
 threads_per_rank = 1
@@ -139,6 +139,8 @@ def test_a_job_goes_on_to_the_same_weights(two_nodes: dict[str, str], tmp_path: 
         while "BeginTime" not in slurm("squeue", "-h", "-j", job, "-o", "%r"):
             assert time.monotonic() < end_s
             time.sleep(0.2)
+        # SLURM's times are seconds: a start in the second of the requeue is refused ("credential revoked").
+        time.sleep(2)
         slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     (tmp_path / "tiny.toml").write_text(RECIPE)
@@ -154,7 +156,7 @@ def test_a_job_goes_on_to_the_same_weights(two_nodes: dict[str, str], tmp_path: 
     assert "stopped by the time limit, not finished" in out.read_text()
 
     # A job that preempts it.
-    wait_for(out, r"step \d+/400", 2)
+    wait_for(out, r"step \d+/1500", 2)
     before = len(metrics.read_text().splitlines())
     wait_for(metrics, "\n", before + 20)
     slurm("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 1")
@@ -165,7 +167,7 @@ def test_a_job_goes_on_to_the_same_weights(two_nodes: dict[str, str], tmp_path: 
     wait_for(out, "finished\n", 3)
     assert out.read_text().rstrip().endswith(f"job {job}: finished")
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 401)), "each step is taken once"
+    assert steps == list(range(1, 1501)), "each step is taken once"
     newest = max((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
     identity = json.loads((newest / "manifest.json").read_text())["identity"]
     assert (identity["slurm_job"], identity["slurm_restart"], identity["world_size"]) == (job, 2, 2)

@@ -25,6 +25,7 @@ _CALL_S = 4.0
 _CONNECT_S = 10.0
 _FEW = 3
 _NO_VALUE = "?"
+_NO_STORE = "what listens there does not answer as the store of a job"
 
 
 class TcpRecord:
@@ -43,7 +44,7 @@ class TcpRecord:
         self.name = f"{place[0]}:{place[1]}"
         self._place, self._prefix = place, f"paceline/{job}"
         self._client: TCPStore | None = None
-        self._had_record = False
+        self._is_silent = self._had_record = False
         if address is not None:
             self._client = _serve(place, address)
         self.is_host = self._client is not None
@@ -97,23 +98,25 @@ class TcpRecord:
         thread.start()
         thread.join(limit_s)
         if found:
+            self._is_silent = False
             return found[0]
         if not self.is_host:
             self._client = None
         if errors and isinstance(errors[0], StoreError):
             raise errors[0]
+        if self._is_silent and not errors and not self._had_record:
+            raise StoreError(_NO_STORE, is_final=True)
         raise StoreError(str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s")
 
     def _connect(self) -> TCPStore:
         # torch itself tries again for a long time; a refused connection is known at once.
         with socket.create_connection(self._place, _CALL_S):
-            pass
+            self._is_silent = True
         try:
             timeout = timedelta(seconds=_CALL_S)
             return TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=timeout)
         except RuntimeError:
-            why = "what listens there does not answer as the store of a job"
-            raise StoreError(why, is_final=not self._had_record) from None
+            raise StoreError(_NO_STORE, is_final=not self._had_record) from None
 
 
 def _get(client: Any, key: str) -> bytes | None:
