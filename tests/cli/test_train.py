@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.main import main
 from tests.cli.test_bad_input import RECIPE, paceline
 
 
@@ -67,40 +68,42 @@ def test_a_complete_run_is_reported_again(folder: Path) -> None:
     assert two["step_s"] is None
 
 
-def test_asynchronous_updates_are_replayed_on_other_ranks(folder: Path) -> None:
+def test_asynchronous_updates_are_replayed_on_other_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     settings = ["--set", "asynchronous.staleness=2", "--set", "train.reduction=exact"]
-    done = paceline(folder, "train", "recipe.toml", "--nproc", "2", "--out", "a", *settings)
-    assert done.returncode == 0, done.stderr
-    replay = ["--replay-updates", "a/updates.jsonl", "--nproc", "1", "--out", "b"]
-    done = paceline(folder, "train", "recipe.toml", *replay, *settings)
-    assert done.returncode == 0, done.stderr
-    hashes = [paceline(folder, "checkpoint", "hash", name).stdout for name in ("a", "b")]
+    assert main(["train", "recipe.toml", "--nproc", "2", "--out", "a", *settings]) == 0
+    replay = ["train", "recipe.toml", "--replay-updates", "a/updates.jsonl", "--nproc", "1", "--out", "b"]
+    assert main([*replay, *settings]) == 0
+    hashes = []
+    for name in ("a", "b"):
+        capsys.readouterr()
+        assert main(["checkpoint", "hash", name]) == 0
+        hashes.append(capsys.readouterr().out)
     assert hashes[0] == hashes[1] != ""
-    rows = [json.loads(line) for line in (folder / "a/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["staleness"] <= 2 and row["worker"] in (0, 1) for row in rows)
-    done = paceline(folder, "train", "recipe.toml", *replay, *settings, "--set", "optimizer.lr=0.5")
-    assert done.returncode == 2
-    assert "PL530" in done.stderr
+    assert main([*replay, *settings, "--set", "optimizer.lr=0.5"]) == 2
+    assert "PL530" in capsys.readouterr().err
 
 
-def test_islands_leave_out_the_ragged_end_of_an_epoch(folder: Path) -> None:
-    recipe = (folder / "recipe.toml").read_text().replace("steps = 4", "epochs = 3")
-    (folder / "recipe.toml").write_text(recipe)
-    words = ["--set", "train.global_batch_size=8", "--set", "train.microbatch_size=1", "--nproc", "1"]
+def test_islands_leave_out_the_ragged_end_of_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     counts = {}
     for count in (1, 2):
-        islands = [
-            "--set",
-            f"islands.count={count}",
-            "--set",
-            "islands.every=2",
-            "--set",
-            "islands.warmup_steps=1",
+        settings = [
+            "train.steps=none",
+            "train.epochs=3",
+            "train.global_batch_size=8",
+            "train.microbatch_size=1",
         ]
-        done = paceline(folder, "train", "recipe.toml", "--out", f"out-{count}", *words, *islands)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in (folder / f"out-{count}/metrics.jsonl").read_text().splitlines()]
+        settings += [f"islands.count={count}", "islands.every=2", "islands.warmup_steps=1"]
+        words = [word for setting in settings for word in ("--set", setting)]
+        out = f"out-{count}"
+        assert main(["train", "recipe.toml", "--out", out, "--nproc", "1", *words]) == 0
+        rows = [json.loads(line) for line in Path(f"{out}/metrics.jsonl").read_text().splitlines()]
         counts[count] = [row["samples"] for row in rows]
     assert len(counts[1]) == len(counts[2]) + 3  # one of each epoch
     assert counts[2] == [8 * (1 + step) for step in range(len(counts[2]))]
