@@ -87,6 +87,7 @@ def test_the_verdict_says_above_or_below_and_why() -> None:
     assert "bandwidth (200.0 MiB in 2 collectives per step" in said
     assert "too little work per collective" in say(poor, {WIRE: 1.0, COMPUTING: 1.0}, 8192)
     assert "computation itself" in say(poor, {WIRE: 0.1, COMPUTING: 2.0})
+    assert "less than half as much" in say(poor, {WIRE: 0.02, COMPUTING: 1.0})
     assert "around 80%" in say(Spread.of([0.75, 0.8, 0.84]), {})
     assert "No information: efficiency of 95% (70%..130%)" in say(Spread.of([0.7, 0.95, 1.3]), {})
     wide_but_poor = say(Spread.of([0.3, 0.5, 0.6]), {})

@@ -39,7 +39,7 @@ def test_scaling_prints_a_table(recipe: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_overhead_of_a_script_prints_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--nproc", 2, "--steps", 1, "--repeats", 1, "--args", "--kind accumulating", "--json")
+    words = ("--nproc", 2, "--steps", 1, "--repeats", 1, "--json", "--", "--kind", "accumulating")
     assert run("overhead", SCRIPT, *words) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["num_ranks"] == 2
@@ -58,13 +58,15 @@ def test_buckets_and_threads_of_a_script(capsys: pytest.CaptureFixture[str]) -> 
     assert "20 samples per step" in out
     assert "2 threads, 1 process" in out
     with pytest.raises(PacelineError, match="PL957"):
-        run("dp", SCRIPT, *words, "--args", "--kind by-hand")
+        run("dp", SCRIPT, *words, "--", "--kind", "by-hand")
 
 
 def test_what_belongs_to_recipes_is_refused_for_scripts(tmp_path: Path) -> None:
     for words in (("--set", "train.steps=3"), ("--weak",)):
         with pytest.raises(PacelineError, match=f"{words[0]} with a script.*PL601"):
             run("scaling", SCRIPT, *words)
+    with pytest.raises(PacelineError, match=r"--epochs 3 after a recipe.*PL601"):
+        run("scaling", tmp_path / "recipe.toml", "--", "--epochs", 3)
     with pytest.raises(PacelineError, match=r"nowhere\.py does not exist.*PL340"):
         run("scaling", tmp_path / "nowhere.py")
 

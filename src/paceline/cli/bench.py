@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_collectives import add_collectives
 from paceline.cli.output import add_recipe_flags
+from paceline.cli.words import pass_on
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -88,8 +88,9 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
         "target", metavar="SCRIPT|RECIPE", help="a script for ranks, as for `paceline run`, or a recipe"
     )
     parser.add_argument(
-        "--args", default="", metavar="WORDS", help='of the script, in one word: --args="--epochs 3"'
+        "words", nargs="*", metavar="WORDS", help="the script's arguments; after --, any: -- --epochs 3"
     )
+    pass_on(parser, "words")
     parser.add_argument(
         "--nproc",
         metavar="N",
@@ -119,9 +120,16 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import load_recipe
 
     if Path(args.target).suffix == ".py":
-        job = Measured(words=(args.target, *shlex.split(args.args)))
+        job = Measured(words=(args.target, *args.words))
         _check_script(args)
     else:
+        if args.words:
+            raise PacelineError(
+                "PL601",
+                saw=f"{' '.join(args.words)} after a recipe.",
+                rule="Only a script has arguments; a recipe has keys.",
+                fix="Change keys of the recipe by --set.",
+            )
         job = Measured(recipe=load_recipe(args.target, args.settings))
     return _scaling(job, args) if args.bench == "scaling" else _measure(job, args)
 
@@ -137,7 +145,7 @@ def _check_script(args: argparse.Namespace) -> None:
             "PL601",
             saw=f"{flag} with a script.",
             rule="It changes a recipe; a script has settings of its own.",
-            fix=f"Leave {flag} out, or pass arguments to the script: --args='--batch-size 8'.",
+            fix=f"Leave {flag} out, or pass arguments to the script: -- --batch-size 8.",
         )
     check_script(Script(args.target, ()))
 

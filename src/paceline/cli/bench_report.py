@@ -62,6 +62,8 @@ def judge_scaling(scaling: Scaling) -> list[str]:
     most = max(excess, key=lambda name: excess[name], default="")
     if not most or excess[most] <= 0:
         return [said]
+    if sum(excess.values()) < (1 - share.median) * last.step_s / 2:
+        return [f"{said} The recorded steps lose less than half as much, so they do not show why."]
     cost = (
         f"{format_seconds(excess[most])} of a recorded step of {format_seconds(sum(last.parts_s.values()))}"
     )
