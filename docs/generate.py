@@ -25,7 +25,7 @@ from pydantic_core import PydanticUndefined
 from paceline.cli.main import build_parser
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
-from paceline.plan.memory import plan_memory, plan_recipe_memory
+from paceline.plan.model_state import plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter
 from paceline.plan.recipe_costs import of_recipe
 from paceline.plan.step import cut_stages

@@ -332,7 +332,7 @@ ALLOWED = {
     "__main__ uses cli": {"__main__.py": "from paceline.cli.main import main"},
     "world makes a group": {"world.py": "import torch.distributed as dist\ndist.init_process_group()"},
     "recipe uses pydantic": {"recipe/schema.py": "import pydantic"},
-    "a mention is no import": {"plan/memory.py": '"""import torch; print()"""'},
+    "a mention is no import": {"plan/model_state.py": '"""import torch; print()"""'},
     "a file's own write": {"train/metrics.py": "def f(file): file.write('x')"},
     "types both ways": {
         "train/phases.py": "from paceline.train.probe import Probe",
@@ -397,8 +397,8 @@ REFUSED = {
         "launching/local.py:1: launching imports train",
     ),
     "parallel and checkpoint": (
-        {"checkpoint/plan.py": "from paceline.parallel.placement import Placement"},
-        "checkpoint/plan.py:1: checkpoint imports parallel",
+        {"checkpoint/writers.py": "from paceline.parallel.placement import Placement"},
+        "checkpoint/writers.py:1: checkpoint imports parallel",
     ),
     "watchers": (
         {"doctor/machine.py": "import paceline.profiling"},
@@ -417,8 +417,8 @@ REFUSED = {
         "__init__.py:1: the front door imports cli",
     ),
     "torch in a plan": (
-        {"plan/memory.py": "def f():\n    import torch.nn"},
-        "plan/memory.py:2: plan imports torch.nn",
+        {"plan/model_state.py": "def f():\n    import torch.nn"},
+        "plan/model_state.py:2: plan imports torch.nn",
     ),
     "torch by safetensors": (
         {"lint/rules.py": "from safetensors.torch import load"},

@@ -27,8 +27,8 @@ import paceline
 from paceline.bench.spread import Spread
 from paceline.launching.local import launch
 from paceline.mesh import build_mesh
-from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.gather import attend_by_rows
+from paceline.parallel.context.row_exchange import Rows
 from paceline.recipe import Layout
 from paceline.torch_seams.operators import ATTENTION
 

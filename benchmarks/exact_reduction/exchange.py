@@ -16,8 +16,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from paceline.comm.exchange import Exchange
 from paceline.comm.tree import plan_reduction
+from paceline.comm.tree_exchange import Exchange
 from paceline.launching.local import launch
 from paceline.world import start
 

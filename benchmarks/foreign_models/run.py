@@ -23,7 +23,7 @@ from torch import nn
 import paceline
 from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.plan.cluster import Cluster, read_cluster
 from paceline.plan.costs import Kept, ModelCosts, Transformer, of_transformer
 from paceline.plan.fit import Constants
-from paceline.plan.memory import Sizes
+from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
 from paceline.recipe import Layout
 

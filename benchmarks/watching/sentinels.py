@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.bench.spread import Spread
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.sentinels import Sentinels
 
 _NUM_STEPS = 512  # a whole round

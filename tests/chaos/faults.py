@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.names import LOCK, TMP, TRASH, step_name
+from paceline.checkpoint.folder_names import LOCK, TMP, TRASH, step_name
 from tests.chaos.processes import find_marked, kill, sort_by_role
 from tests.chaos.setting import MARK
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint import is_usable, verify
-from paceline.checkpoint.names import list_checkpoints
+from paceline.checkpoint.folder_names import list_checkpoints
 from paceline.launching.processes.folder import remove_folder
 from paceline.train.metrics import read_rows
 from tests.chaos.judge import Outcome, Tally, count_differing_bits, dump_table, read_outcome

@@ -16,9 +16,9 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded, load
 from paceline.checkpoint.content import PreparedShare, prepare_whole, read_all, write_files
+from paceline.checkpoint.folder_names import CHECKPOINTS, LOCK
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.load import check_usable, find_newest, open_usable
-from paceline.checkpoint.names import CHECKPOINTS, LOCK
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import OpenFiles, plan_tensors, read_infos, read_into, torch_dtype
 

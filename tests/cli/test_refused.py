@@ -426,7 +426,7 @@ def test_a_byte_order_mark_is_passed_over(folder: Path) -> None:
 
 
 def test_folders_that_a_recursive_pattern_goes_into_are_no_mistake(folder: Path) -> None:
-    from paceline.data.files import find_text_files
+    from paceline.data.corpus import find_text_files
 
     (folder / "text" / "more").mkdir()
     (folder / "text" / "more" / "5.txt").write_text("more")

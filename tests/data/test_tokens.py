@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from paceline.data import tokens
-from paceline.data.files import find_text_files, split_files
+from paceline.data.corpus import find_text_files, split_files
 from paceline.data.tokens import Corpus, build_corpus
 from paceline.errors import PacelineError
 
@@ -23,7 +23,7 @@ SETUP = """
 import sys
 from pathlib import Path
 from paceline.data import tokens
-from paceline.data.files import find_text_files, split_files
+from paceline.data.corpus import find_text_files, split_files
 from paceline.errors import PacelineError
 pattern, cache = sys.argv[1:]
 def build(tokenizer="bytes", vocab_size=None):

@@ -23,8 +23,8 @@ from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
 from paceline.models.resnet import Resnet
 from paceline.parallel.construct.build import _attempt_without_values, construct
+from paceline.parallel.construct.hand_out import place_values
 from paceline.parallel.construct.structure import describe_tensors, read_tensors
-from paceline.parallel.construct.values import place_values
 from paceline.recipe.schema import EncoderModel, GptModel, ResnetModel
 from paceline.seeds import derive_seed
 from tests.dist.pool import Pool, RankError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.random_draws import find_random
 from paceline.parallel.dropout.replacements import apply_dropout
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.random_draws import find_random
 from paceline.parallel.dropout.replacements import apply_dropout
 
 BATCH, SEQ, VOCAB = 4, 12, 64

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from paceline.comm import exchange
+from paceline.comm import tree_exchange
 from paceline.parallel.sums.buckets import BucketSums
 from paceline.parallel.sums.gradients import flatten, view_as
 from paceline.train.trainer import Trainer
@@ -64,7 +64,7 @@ class Steps:
 
 def delay_everything(chance: random.Random) -> Callable[[], None]:
     """Random waits before a bucket is handed in, before it is worked on, and between messages."""
-    reduce_bucket, pass_on = BucketSums.reduce_bucket, exchange.pass_on
+    reduce_bucket, pass_on = BucketSums.reduce_bucket, tree_exchange.pass_on
 
     def wait() -> None:
         if chance.random() < 0.15:
@@ -81,11 +81,11 @@ def delay_everything(chance: random.Random) -> Callable[[], None]:
         return sent_bytes
 
     BucketSums.reduce_bucket = reduce_late  # type: ignore[method-assign]
-    exchange.pass_on = pass_on_late
+    tree_exchange.pass_on = pass_on_late
 
     def undo() -> None:
         BucketSums.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
-        exchange.pass_on = pass_on
+        tree_exchange.pass_on = pass_on
 
     return undo
 

@@ -11,7 +11,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.parallel.shard.setup import ShardSettings, apply_sharding
 from paceline.torch_seams.fsdp import list_groups, list_records
-from paceline.torch_seams.names import NAMES, TorchName
+from paceline.torch_seams.table import NAMES, TorchName
 
 
 class Module:

@@ -11,7 +11,7 @@ import pytest
 from paceline.plan.cluster import Cluster, Processor, Wire, read_cluster
 from paceline.plan.costs import ModelCosts, ModelPart, Product, Transformer, of_transformer
 from paceline.plan.fit import Constants, find_interval, find_quantiles, load_constants, load_fit
-from paceline.plan.memory import Sizes
+from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
 from paceline.plan.step import StepModel, _PartTime, _Rank, cut_stages, find_strides
 from paceline.recipe import Layout

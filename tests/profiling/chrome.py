@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.profiling.trace import BACKWARD, DATA, FORWARD, OPTIMIZER, RankTrace
+from paceline.profiling.rank_trace import BACKWARD, DATA, FORWARD, OPTIMIZER, RankTrace
 from tests.profiling.timelines import intersect
 
 BASE_NS = 1_790_000_000_000_000_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from paceline.profiling.intervals import as_spans, unite
-from paceline.profiling.trace import (
+from paceline.profiling.rank_trace import (
     BACKWARD,
     DATA,
     FORWARD,

@@ -14,7 +14,7 @@ from paceline.profiling.analysis import RankStep, analyse
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
 from paceline.profiling.judge import judge_profile
 from paceline.profiling.matching import bound_offset, match_collectives
-from paceline.profiling.trace import BACKWARD, DATA, FORWARD, HOST, PHASES, RankTrace, TracedCollective
+from paceline.profiling.rank_trace import BACKWARD, DATA, FORWARD, HOST, PHASES, RankTrace, TracedCollective
 from tests.profiling.timelines import MS, generate, simulate
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.memory.steps import StepMemory
 from paceline.profiling.matching import match_collectives
-from paceline.profiling.rank import loop, recorder, recording, sampler
+from paceline.profiling.rank import loop_phases, recorder, recording, sampler
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
 
@@ -38,7 +38,7 @@ def train_apart(world: Any, folder: str, ahead_ns: int) -> int:
     read = recording.read_entries
     moved = SimpleNamespace(**{**vars(time), "time_ns": now})
     shift = ahead_ns if world.rank else 0
-    modules = (loop, recorder, recording, sampler)
+    modules = (loop_phases, recorder, recording, sampler)
     patches = [patch.object(module, "time", moved) for module in modules]
     patches.append(patch.object(recorder, "_read_host", lambda: f"machine {world.rank}"))
     patches.append(

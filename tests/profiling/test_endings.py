@@ -15,8 +15,8 @@ from torch import nn
 
 from paceline.memory.steps import StepMemory
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
+from paceline.profiling.rank_trace import BACKWARD, FORWARD, OPTIMIZER
 from paceline.profiling.read import read_traces
-from paceline.profiling.trace import BACKWARD, FORWARD, OPTIMIZER
 from tests.profiling.timelines import clip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

@@ -13,9 +13,9 @@ from paceline.profiling.blame import SpentTime, divide_wait, find_error, find_ex
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.loop import WAITING
+from paceline.profiling.rank.loop_phases import WAITING
 from paceline.profiling.rank.sampler import choose_pause
-from paceline.profiling.trace import (
+from paceline.profiling.rank_trace import (
     BACKWARD,
     COLLECTION,
     CORE,

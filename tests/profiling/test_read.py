@@ -15,8 +15,8 @@ from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.profiling.analysis import analyse
 from paceline.profiling.assembly import move_trace
+from paceline.profiling.rank_trace import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, RankTrace
 from paceline.profiling.read import align, read_traces
-from paceline.profiling.trace import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, RankTrace
 from tests.profiling.chrome import BASE_NS, as_table, event, write
 from tests.profiling.timelines import MS, simulate
 

@@ -27,8 +27,7 @@ from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.judge import judge_profile
 from paceline.profiling.launcher import prepare_folder
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
-from paceline.profiling.read import read_traces
-from paceline.profiling.trace import (
+from paceline.profiling.rank_trace import (
     BACKWARD,
     COLLECTION,
     DATA,
@@ -37,6 +36,7 @@ from paceline.profiling.trace import (
     OPTIMIZER,
     READING,
 )
+from paceline.profiling.read import read_traces
 from tests.profiling.timelines import clip
 
 # Long against the steps of a busy machine, which take some milliseconds on an idle one.

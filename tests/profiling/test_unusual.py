@@ -14,8 +14,8 @@ from paceline.errors import PacelineError
 from paceline.profiling.analysis import analyse
 from paceline.profiling.intervals import Spans
 from paceline.profiling.judge import judge_profile
+from paceline.profiling.rank_trace import BACKWARD, CORE, FORWARD, OPTIMIZER, RankTrace, Reducer, TracedStep
 from paceline.profiling.read import align
-from paceline.profiling.trace import BACKWARD, CORE, FORWARD, OPTIMIZER, RankTrace, Reducer, TracedStep
 from tests.profiling.programs import Action, Busy, Issue, Program, Wait, run, take_step
 from tests.profiling.timelines import MS, simulate
 

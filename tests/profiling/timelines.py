@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 from paceline.profiling.intervals import Spans, as_spans, subtract, unite
-from paceline.profiling.trace import (
+from paceline.profiling.rank_trace import (
     BACKWARD,
     DATA,
     FORWARD,

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from paceline.errors import PacelineError
-from paceline.torch_seams import check
-from paceline.torch_seams.check import find_missing, has_name, require, set_existing
+from paceline.torch_seams import installed
 from paceline.torch_seams.elastic import forget_store
 from paceline.torch_seams.groups import forget_group_count
-from paceline.torch_seams.names import NAMES, TorchName
+from paceline.torch_seams.installed import find_missing, has_name, require, set_existing
+from paceline.torch_seams.table import NAMES, TorchName
 
 
 def test_the_installed_torch_has_every_name() -> None:
@@ -46,7 +46,7 @@ def test_names_are_found(path: str, is_there: bool) -> None:
 
 def test_all_missing_names_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        check.NAMES,
+        installed.NAMES,
         "modules",
         (
             TorchName("torch._first", "adds"),

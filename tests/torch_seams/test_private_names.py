@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.torch_seams.names import NAMES
+from paceline.torch_seams.table import NAMES
 
 PACKAGE = Path(__file__).parent.parent.parent / "src" / "paceline"
 SEAMS = "torch_seams"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.models.gpt import Gpt
-from paceline.parallel.construct.values import Construction
+from paceline.parallel.construct.hand_out import Construction
 from paceline.parallel.placement import local
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool

@@ -16,10 +16,10 @@ from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.errors import PacelineError
 from paceline.models.moe import Experts
-from paceline.parallel.experts.find import open_experts
+from paceline.parallel.experts.mixtures import open_experts
 from paceline.parallel.placement import local
 from paceline.plan.costs import ModelPart
-from paceline.plan.memory import plan_recipe_memory
+from paceline.plan.model_state import plan_recipe_memory
 from paceline.plan.traffic import list_part_calls
 from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse

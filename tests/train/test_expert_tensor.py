@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.parallel.tensor.plan import find_plan
+from paceline.parallel.tensor.split_plan import find_plan
 from paceline.recipe.load import parse_recipe
 from paceline.verifying.check import resolve_layout
 from tests.dist.pool import Pool

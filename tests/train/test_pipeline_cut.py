@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.stages.plan import find_starts
+from paceline.parallel.stages.cut import find_starts
 from paceline.parallel.stages.record import record_forward
 from tests.dist.pool import Pool
 from tests.train.test_pipeline import build

@@ -15,7 +15,7 @@ from torch import nn
 
 import paceline
 from paceline.cli.main import main
-from paceline.parallel.construct import values
+from paceline.parallel.construct import hand_out
 from tests.dist.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def compute_logits(model: nn.Module, name: str) -> torch.Tensor:
 
 def tune(world: paceline.World, name: str, folder: str, run: str, layout: str) -> torch.Tensor | None:
     plain = build(name)
-    with mock.patch.object(values, "_BLOCK_BYTES", 700):  # so that every matrix has several blocks
+    with mock.patch.object(hand_out, "_BLOCK_BYTES", 700):  # so that every matrix has several blocks
         trainer = paceline.Trainer(
             paceline.pretrained(type(plain), folder),
             forward=lambda model, batch: model(**batch),

@@ -19,7 +19,7 @@ from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, measure
 from paceline.mesh import Axis
 from paceline.parallel import norm
-from paceline.parallel.dropout import values
+from paceline.parallel.dropout import rounding
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.placement import Placement
 from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrder
@@ -154,11 +154,11 @@ def test_the_exact_reduction_switches_determinism_on(
 
 
 def test_attention_with_dropout_says_once_that_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
-    values._report_unfused.cache_clear()
+    rounding._report_unfused.cache_clear()
     with simulated_gpu():
         for _ in range(2):
             query = torch.zeros(2, 4, 8, 16, device=GPU)
-            assert values.weigh(query, query, None, True, None, False).shape == (2, 4, 8, 8)
+            assert rounding.weigh(query, query, None, True, None, False).shape == (2, 4, 8, 8)
     assert caplog.text.count("runs unfused") == 1
 
 

@@ -22,7 +22,7 @@ from paceline.models import moe
 from paceline.models.gpt import Gpt
 from paceline.models.moe import MoeGpt
 from paceline.parallel.experts import forms
-from paceline.parallel.experts import layout as expert_layout
+from paceline.parallel.experts import shared as expert_layout
 from paceline.recipe.schema import GptModel, MoeModel
 from tests.dist.simulated_gpu import simulated_gpu
 
@@ -143,7 +143,7 @@ def test_a_step_with_experts_waits_for_their_rows_besides(layout: str, settings:
     *_, last = list_waits(layout, num_ranks - 1, num_ranks, settings)
     others = {place: count for place, count in last.items() if place not in THE_WAIT}
     assert last - Counter(others) == THE_WAIT
-    assert {place.partition(":")[0] for place in others} == {"parallel/experts/layout.py"}
+    assert {place.partition(":")[0] for place in others} == {"parallel/experts/shared.py"}
     assert sum(others.values()) <= 4 * (6 if "cp" in layout else 3)
 
 

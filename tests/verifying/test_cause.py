@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.recipe import Layout
 from paceline.verifying.case import Case
 from paceline.verifying.cause import diagnose
-from paceline.verifying.compare import (
+from paceline.verifying.closeness import (
     Difference,
     Noise,
     find_factor,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.world import World
 from tests.dist.pool import Pool
 from tests.launching.launched import Launched, paceline_run

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.watch.protocol.report import NotFinite
-from paceline.watch.rank import gradients as watching
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank import first_not_finite as watching
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.world import World
 
 TIMEOUT_S = 25.0

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import paceline
-from paceline.parallel.stages.layout import Stages
+from paceline.parallel.stages.stages import Stages
 from paceline.parallel.stages.transfer import StageTransfer
 from paceline.pipeline.messages import Message, Payload
 from paceline.pipeline.orders import B, F, make_schedule

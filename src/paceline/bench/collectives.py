@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.spread import Spread
-from paceline.comm.collectives import all_gather, reduce_scatter
 from paceline.comm.nodes import find_nodes
+from paceline.comm.one_tensor import all_gather, reduce_scatter
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.plan.calls import BUS_FACTORS

@@ -24,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.launching.local import check_launch
 from paceline.place import usable_cores
 from paceline.profiling.analysis import Profile
-from paceline.profiling.trace import DATA
+from paceline.profiling.rank_trace import DATA
 
 GOOD_EFFICIENCY = 0.8
 """Of N ranks, for models of at least some ten million parameters."""

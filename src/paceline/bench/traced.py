@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from paceline.errors import PacelineError
 from paceline.named import find_named
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.experts.find import count_experts
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.experts.mixtures import count_experts
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 from paceline.parallel.tensor.trace import Trace, TracedOp, trace_forward
 from paceline.phrases import first_line
 from paceline.plan.costs import By, Kept, ModelCosts, ModelPart, Product
-from paceline.plan.memory import Sizes
+from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
 from paceline.recipe import Rules
 from paceline.recipe.facts import ModelFacts, RunFacts

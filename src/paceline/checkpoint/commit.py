@@ -30,6 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files
+from paceline.checkpoint.folder_names import (
+    CHECKPOINTS,
+    LOCK,
+    REPLACED,
+    TMP,
+    TRASH,
+    list_checkpoints,
+    step_name,
+)
 from paceline.checkpoint.generation import newest_generation
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import (
@@ -39,15 +48,6 @@ from paceline.checkpoint.manifest import (
     OtherFormatError,
     dump_manifest,
     read_manifest,
-)
-from paceline.checkpoint.names import (
-    CHECKPOINTS,
-    LOCK,
-    REPLACED,
-    TMP,
-    TRASH,
-    list_checkpoints,
-    step_name,
 )
 from paceline.checkpoint.validity import check_fits, is_usable, refuse_other_format, verify
 from paceline.errors import PacelineError

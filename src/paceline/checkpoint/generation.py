@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.checkpoint import files
-from paceline.checkpoint.names import CHECKPOINTS, TMP, TRASH
+from paceline.checkpoint.folder_names import CHECKPOINTS, TMP, TRASH
 
 PREFIX = ".generation-"
 _NAME = re.compile(re.escape(PREFIX) + r"(\d{8,})")

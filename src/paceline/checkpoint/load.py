@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.content import Stored, list_model, open_tree
+from paceline.checkpoint.folder_names import CHECKPOINTS, list_checkpoints, step_of
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
-from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
 from paceline.checkpoint.run_state import check_run_state, looks_like_a_run
 from paceline.checkpoint.validity import is_usable, refuse_other_format, verify
 from paceline.errors import PacelineError

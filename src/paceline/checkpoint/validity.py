@@ -7,6 +7,7 @@ from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 
+from paceline.checkpoint.folder_names import step_of
 from paceline.checkpoint.hashed import hash_file
 from paceline.checkpoint.manifest import (
     FILE_NAME,
@@ -16,7 +17,6 @@ from paceline.checkpoint.manifest import (
     OtherFormatError,
     read_manifest,
 )
-from paceline.checkpoint.names import step_of
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import PacelineError
-from paceline.plan.memory import plan_recipe_memory
+from paceline.plan.model_state import plan_recipe_memory
 from paceline.recipe import Layout, Recipe
 from paceline.recipe.facts import count_vocab
 from paceline.recipe.schema import MaskedTextData, TextData

@@ -12,7 +12,7 @@ from paceline.finding import Finding
 from paceline.phrases import name_ranks
 from paceline.profiling.analysis import Profile, RankStep
 from paceline.profiling.judge import grade_exposed, grade_overlap
-from paceline.profiling.trace import HOST, PHASES
+from paceline.profiling.rank_trace import HOST, PHASES
 from paceline.units import format_bytes, format_seconds
 
 _MOST_ROWS = 16

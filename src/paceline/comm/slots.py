@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.codec import Codec, choose_codec
-from paceline.comm.exchange import pass_on
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.tree import plan_reduction
+from paceline.comm.tree_exchange import pass_on
 
 # Numbers encoded at once, so that what the steps of encoding pass on stays in the core's own cache.
 _SLAB = 1 << 15

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
 from paceline.data.fingerprint import fingerprint_data
-from paceline.data.own import Exchange, count_own_samples, join_own, moved_error
+from paceline.data.own_shards import Exchange, count_own_samples, join_own, moved_error
 from paceline.data.sampled import Sampled
 from paceline.data.share import Share, count_owned, split_microbatches
 from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.data.corpus import CorpusSplit, find_text_files, split_files
 from paceline.data.digits import Digits, load_digits
-from paceline.data.files import CorpusSplit, find_text_files, split_files
 from paceline.data.tokens import Corpus, TokenFile, build_corpus
 from paceline.errors import PacelineError
-from paceline.recipe.own import OwnData
+from paceline.recipe.own_sections import OwnData
 from paceline.recipe.schema import DigitsData, MaskedTextData, Recipe, TextData
 
 

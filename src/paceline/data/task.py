@@ -13,7 +13,7 @@ from paceline.data.prepare import PreparedText, check_batch, prepare_data
 from paceline.data.text import MaskedTokens, NextTokens, Sample
 from paceline.data.tokenizer import Tokenizer
 from paceline.data.tokens import TokenFile
-from paceline.recipe.own import OwnData, call_named, named_error
+from paceline.recipe.own_sections import OwnData, call_named, named_error
 from paceline.recipe.schema import MaskedTextData, Recipe, TextData
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.files import CorpusSplit, Piece, unreadable
+from paceline.data.corpus import CorpusSplit, Piece, unreadable
 from paceline.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,

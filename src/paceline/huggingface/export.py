@@ -18,7 +18,7 @@ from paceline.checkpoint.export import choose_type, exists_error, open_for_expor
 from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors, tensor_bytes
 from paceline.errors import PacelineError
 from paceline.huggingface.folder import INDEX, ONE, Weight, check_folder
-from paceline.huggingface.names import to_folder
+from paceline.huggingface.tensor_names import to_folder
 
 # Files of a folder that hold weights of the model as it was; all others are copied.
 _WEIGHTS = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.huggingface.folder import check_folder, open_weights
-from paceline.huggingface.names import list_unused, match, to_model
+from paceline.huggingface.tensor_names import list_unused, match, to_model
 from paceline.phrases import name_some
 from paceline.recipe.hf_model import HfModel
 from paceline.signatures import explain_arguments

@@ -19,8 +19,8 @@ from paceline.launching.ending.endings import (
     may_follow,
     read_endings,
 )
-from paceline.launching.ending.memory import describe_kill, explain_kill
-from paceline.launching.ending.trace import find_last
+from paceline.launching.ending.oom_kills import describe_kill, explain_kill
+from paceline.launching.ending.tracebacks import find_last
 from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
 from paceline.launching.stop import Interrupted, Stop

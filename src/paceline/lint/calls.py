@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from paceline.lint.canonical import canonical
 from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit
-from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, mix, unknown, words
 
 # Positions of the tensor that is written, of the group and of the source or destination; the first name.

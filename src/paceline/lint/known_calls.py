@@ -6,6 +6,7 @@ import builtins
 from contextlib import suppress
 
 from paceline.lint import methods
+from paceline.lint.canonical import canonical
 from paceline.lint.facts import (
     Handler,
     KnownCall,
@@ -19,7 +20,6 @@ from paceline.lint.facts import (
     make,
     take_slice,
 )
-from paceline.lint.names import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
 
 _OF_CONSTANTS = ("int", "str", "float", "bool", "min", "max", "abs", "sum", "round", "any", "all")

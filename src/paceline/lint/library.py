@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from paceline.lint import calls, known_calls, methods
+from paceline.lint.canonical import canonical
 from paceline.lint.facts import (
     KnownCall,
     deps_of,
@@ -19,7 +20,6 @@ from paceline.lint.facts import (
     make,
     take_slice,
 )
-from paceline.lint.names import canonical
 from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
 HANDLERS = known_calls  # which registers what it knows

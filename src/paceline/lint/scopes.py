@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from paceline.lint.names import canonical
+from paceline.lint.canonical import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, join
 
 

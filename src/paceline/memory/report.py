@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.memory.account import Account
-from paceline.memory.errors import find_request, is_of_device, is_out_of_memory
 from paceline.memory.holders import list_frames
 from paceline.memory.limits import Use, read_machine
-from paceline.memory.walk import MemoryWalk, find_main_frames
+from paceline.memory.live_objects import MemoryWalk, find_main_frames
+from paceline.memory.torch_errors import find_request, is_of_device, is_out_of_memory
 
 
 def account_for(error: BaseException, rank: int) -> Account | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from paceline.comm.collectives import gather_rows
+from paceline.comm.one_tensor import gather_rows
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import measure_norms

@@ -18,27 +18,27 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.compress import Compression, CompressSettings
-from paceline.parallel.construct.values import Construction, place_values
+from paceline.parallel.construct.hand_out import Construction, place_values
 from paceline.parallel.context.apply import apply_context
-from paceline.parallel.context.exchange import Rows
+from paceline.parallel.context.context_plan import ContextPlan
 from paceline.parallel.context.find import find_context_plan
-from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.context.row_exchange import Rows
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
-from paceline.parallel.experts.find import list_mixtures, open_experts
-from paceline.parallel.experts.layout import ExpertLayout
-from paceline.parallel.experts.loop import open_loops
+from paceline.parallel.experts.list_trial import open_loops
+from paceline.parallel.experts.mixtures import list_mixtures, open_experts
+from paceline.parallel.experts.shared import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.compiling import compile_call
-from paceline.parallel.stages.layout import Stages
+from paceline.parallel.stages.stages import Stages
 from paceline.parallel.sums.buckets import BucketSums
 from paceline.parallel.sums.gradients import check_dense
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import set_compiled_call
 

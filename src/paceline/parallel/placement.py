@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from paceline.mesh import Axis, Mesh
-from paceline.parallel.construct.values import Construction
+from paceline.parallel.construct.hand_out import Construction
 from paceline.parallel.split import Split
 from paceline.recipe.axes import list_axes
 from paceline.torch_seams.modules import own_buffers, own_parameters

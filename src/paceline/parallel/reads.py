@@ -30,7 +30,7 @@ from paceline.parallel.placement import Placement
 from paceline.parallel.shard.marks import gradient_error
 from paceline.parallel.stages.walk import Walker, name_function
 from paceline.parallel.tensor.calls import find_line
-from paceline.parallel.tensor.collectives import keep_once
+from paceline.parallel.tensor.differentiable import keep_once
 from paceline.parallel.tensor.trace import words
 from paceline.parallel.tensor.vocabulary import join_parts
 from paceline.torch_seams.dispatch import is_innermost

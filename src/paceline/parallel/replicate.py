@@ -130,7 +130,7 @@ class Replica:
             step has given a gradient.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
-    bytes per rank on a ring of n; for the exact reduction see `comm/exchange.py`.
+    bytes per rank on a ring of n; for the exact reduction see `comm/tree_exchange.py`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from paceline.plan.memory import Sizes
+from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
 from paceline.recipe import Layout
 

@@ -18,7 +18,7 @@ from paceline.pipeline.simulate import simulate
 from paceline.plan.cluster import Cluster
 from paceline.plan.costs import ModelCosts, ModelPart
 from paceline.plan.fit import find_memory_interval
-from paceline.plan.memory import Instant, Memory, plan_memory
+from paceline.plan.model_state import Instant, Memory, plan_memory
 from paceline.plan.step import cut_stages, name_stage
 from paceline.recipe import Layout
 
@@ -104,7 +104,7 @@ class Demands:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
         gathered = buffers = 0.0
         if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
-            # A whole stage, and the next action's if it is of another one (parallel/stages/shards.py).
+            # A whole stage, and the next action's if it is of another one (parallel/stages/stage_shards.py).
             own = layout.num_stages // layout.pp
             gathered = numbers * min(2, own) / own * costs.sizes.gathered
         elif layout.dp_shard > 1:

@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.own import OwnModel
+from paceline.recipe.own_sections import OwnModel
 from paceline.recipe.schema import (
     DecoderFields,
     EncoderModel,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from paceline.errors import PacelineError
 from paceline.plan.cluster import check_number
 from paceline.plan.costs import Kept, ModelCosts, ModelPart, Product, Transformer, of_transformer
-from paceline.plan.memory import read_sizes
+from paceline.plan.model_state import read_sizes
 from paceline.plan.parameters import Parameter, list_parameters
 from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.own import OwnModel
+from paceline.recipe.own_sections import OwnModel
 from paceline.recipe.schema import (
     DecoderFields,
     MaskedTextData,

@@ -17,7 +17,7 @@ from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, Coverage, Spans, as_spans, measure, subtract, unite
 from paceline.profiling.matching import Key, MatchedCollective, Waiting, find_meetings
 from paceline.profiling.needless import Needless, find_needless
-from paceline.profiling.trace import (
+from paceline.profiling.rank_trace import (
     BACKWARD,
     DATA,
     FORWARD,

@@ -22,8 +22,8 @@ from paceline.profiling.elements import count_bytes
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, subtract, unite
 from paceline.profiling.kineto import EventKind, Recorded, TraceFile, decode_arguments
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.loop import WAITING
-from paceline.profiling.trace import (
+from paceline.profiling.rank.loop_phases import WAITING
+from paceline.profiling.rank_trace import (
     BACKWARD,
     DATA,
     FORWARD,

@@ -19,7 +19,7 @@ from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, unite
 from paceline.profiling.lines import find_line
 from paceline.profiling.matching import MatchedCollective, Waiting
-from paceline.profiling.trace import CORE, HOST, CodePlace, RankTrace, TracedStep, divide_time
+from paceline.profiling.rank_trace import CORE, HOST, CodePlace, RankTrace, TracedStep, divide_time
 
 # In a phase of a rank that waited for another one, the other one is the cause.
 WAITING = "waiting"

@@ -9,7 +9,7 @@ from paceline.finding import Finding
 from paceline.phrases import name_ranks
 from paceline.profiling.analysis import IDLE_DATA, IDLE_HOST, IDLE_LAUNCH, IDLE_SYNC, Profile
 from paceline.profiling.blame import Blame
-from paceline.profiling.trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
+from paceline.profiling.rank_trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
 from paceline.units import format_seconds
 
 Grade = Literal["good", "acceptable", "poor", "excellent", "limited"]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
-from paceline.profiling.rank.loop import METADATA
-from paceline.profiling.trace import Reducer
+from paceline.profiling.rank.loop_phases import METADATA
+from paceline.profiling.rank_trace import Reducer
 from paceline.reading import open_file
 
 MOST_BYTES = 2 << 30

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, subtract, unite
-from paceline.profiling.rank.loop import WAITING
-from paceline.profiling.trace import BACKWARD, COLLECTION, DATA, FORWARD, OPTIMIZER
+from paceline.profiling.rank.loop_phases import WAITING
+from paceline.profiling.rank_trace import BACKWARD, COLLECTION, DATA, FORWARD, OPTIMIZER
 
 
 def divide_loop(loop: Mapping[str, Spans], data: Spans, optimizer: Spans) -> tuple[dict[str, Spans], Spans]:

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from paceline.profiling.intervals import Coverage
-from paceline.profiling.trace import COLLECTION, HOST, CodePlace, RankTrace, TracedStep
+from paceline.profiling.rank_trace import COLLECTION, HOST, CodePlace, RankTrace, TracedStep
 
 # A line is named if it explains this share of what the rank costs, by at least this many samples.
 _LEAST_SHARE = 0.3

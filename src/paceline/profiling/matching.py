@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.profiling.intervals import Coverage
-from paceline.profiling.trace import MEETINGS, RankTrace, TracedCollective
+from paceline.profiling.rank_trace import MEETINGS, RankTrace, TracedCollective
 
 Key = tuple[str, str, int]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline.profiling.intervals import Coverage, as_spans, subtract, unite
-from paceline.profiling.trace import BACKWARD, RankTrace, TracedStep
+from paceline.profiling.rank_trace import BACKWARD, RankTrace, TracedStep
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 # A step or two may be unlike the others.

@@ -12,7 +12,7 @@ from paceline.profiling.analysis import contradiction_error
 from paceline.profiling.assembly import build_rank_trace, move_trace
 from paceline.profiling.kineto import TraceFile, read_trace_file, trace_error
 from paceline.profiling.matching import bound_offset
-from paceline.profiling.trace import MEETINGS, RankTrace
+from paceline.profiling.rank_trace import MEETINGS, RankTrace
 from paceline.units import format_seconds
 
 _ENDINGS = (".json", ".json.gz")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.own import OwnModel
+from paceline.recipe.own_sections import OwnModel
 from paceline.recipe.schema import (
     DdpSection,
     DecoderFields,

@@ -15,7 +15,7 @@ import tomli_w
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.reading import read_file
 from paceline.recipe.explain import field_at, validate_recipe
-from paceline.recipe.own import spell_out
+from paceline.recipe.own_sections import spell_out
 from paceline.recipe.schema import Recipe
 from paceline.signatures import explain_arguments
 

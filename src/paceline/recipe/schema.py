@@ -14,7 +14,7 @@ from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.hf_model import HfModel
 from paceline.recipe.islands import AsynchronousSection, IslandsSection
 from paceline.recipe.layout import Layout
-from paceline.recipe.own import OwnData, OwnModel
+from paceline.recipe.own_sections import OwnData, OwnModel
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import LayoutSection as LayoutSection
 from paceline.recipe.ranks import ShardSection as ShardSection

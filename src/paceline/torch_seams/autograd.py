@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.torch_seams.check import require
-from paceline.torch_seams.names import VIEW_NODES
+from paceline.torch_seams.installed import require
+from paceline.torch_seams.table import VIEW_NODES
 
 require("autograd")
 

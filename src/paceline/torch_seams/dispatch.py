@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from paceline.torch_seams.check import checked
+from paceline.torch_seams.installed import checked
 
 with checked("dispatch"):
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from paceline.torch_seams.check import checked, set_existing
+from paceline.torch_seams.installed import checked, set_existing
 
 with checked("elastic"):
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (

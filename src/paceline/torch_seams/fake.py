@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.torch_seams.check import checked
 from paceline.torch_seams.dispatch import TorchDispatchMode
+from paceline.torch_seams.installed import checked
 from paceline.torch_seams.operators import GROUPED_MM
 from paceline.torch_seams.trees import tree_map_only
 

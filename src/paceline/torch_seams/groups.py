@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.torch_seams.check import require, set_existing
+from paceline.torch_seams.installed import require, set_existing
 
 require("groups")
 

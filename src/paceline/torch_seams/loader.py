@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.torch_seams.check import checked, set_existing
+from paceline.torch_seams.installed import checked, set_existing
 
 with checked("loader"):
     import torch.utils.data._utils.worker as torch_worker

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from paceline.torch_seams.check import checked, set_existing
+from paceline.torch_seams.installed import checked, set_existing
 
 with checked("modules"):
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase

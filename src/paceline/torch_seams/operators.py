@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from paceline.torch_seams.check import require
+from paceline.torch_seams.installed import require
 
 require("operators")
 

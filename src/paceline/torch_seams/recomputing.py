@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
-from paceline.torch_seams.check import checked, set_existing
 from paceline.torch_seams.dispatch import TorchDispatchMode
+from paceline.torch_seams.installed import checked, set_existing
 
 with checked("recomputing"):
     from torch.distributed._composable.checkpoint_activation import checkpoint

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
-from paceline.torch_seams.names import VIEW_NODES
+from paceline.torch_seams.table import VIEW_NODES
 
 _PREFIX = "_saved_"
 _MANY_DEEP = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.torch_seams.check import require
+from paceline.torch_seams.installed import require
 
 
 def read_log_settings() -> None:

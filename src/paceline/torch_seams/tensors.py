@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.torch_seams.check import require
+from paceline.torch_seams.installed import require
 
 require("tensors")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from typing import Any
 
-from paceline.torch_seams.check import checked
+from paceline.torch_seams.installed import checked
 
 with checked("trees"):
     from torch.utils._pytree import SUPPORTED_NODES, MappingKey, register_pytree_node

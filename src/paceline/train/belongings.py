@@ -12,8 +12,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.checkpoint.folder_names import CHECKPOINTS, list_checkpoints
 from paceline.checkpoint.manifest import FILE_NAME
-from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
 from paceline.errors import PacelineError
 from paceline.recipe import dump_recipe, load_recipe
 

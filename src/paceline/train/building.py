@@ -19,8 +19,8 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import construct
-from paceline.parallel.construct.values import Construction, place_values
-from paceline.parallel.experts.find import count_experts
+from paceline.parallel.construct.hand_out import Construction, place_values
+from paceline.parallel.experts.mixtures import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.codec import CODECS
-from paceline.comm.exchange import Exchange
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.comm.tree_exchange import Exchange
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.memory.limits import Gauge

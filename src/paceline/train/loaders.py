@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from paceline.data.check import warn_of_oversized_batch
 from paceline.data.fetching import Key
 from paceline.data.loader import Loader
+from paceline.data.oversized import warn_of_oversized_batch
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis

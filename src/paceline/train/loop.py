@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.parallel.order import Settings
-from paceline.parallel.shard.whole import split_groups
+from paceline.parallel.shard.scalars import split_groups
 from paceline.recipe import Layout
 from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import DdpSection, ShardSection

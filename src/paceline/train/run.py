@@ -20,7 +20,7 @@ from paceline.huggingface.factory import Pretrained, from_recipe
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.hf_model import HfModel
-from paceline.recipe.own import OwnModel, call_named, named_error
+from paceline.recipe.own_sections import OwnModel, call_named, named_error
 from paceline.seeds import derive_seed
 from paceline.train.asynchronous import UpdateRow, read_updates
 from paceline.train.belongings import EVALUATIONS, METRICS

@@ -37,7 +37,7 @@ from paceline.train.global_loss import GlobalLoss
 from paceline.train.island_ranks import place_islands, refuse_own_batch
 from paceline.train.islands import Exchanged, Islands
 from paceline.train.loaders import Handed, TrainerLoader
-from paceline.train.memory import MemoryErrors
+from paceline.train.out_of_memory import MemoryErrors
 from paceline.train.own_loader import open_loader
 from paceline.train.own_step import refuse_in_pass
 from paceline.train.precision import Precision

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from paceline.recipe import Layout
 from paceline.recipe.axes import list_axes
-from paceline.verifying.compare import Difference
+from paceline.verifying.closeness import Difference
 from paceline.verifying.layouts import EventDifference, Observed
 from paceline.verifying.precision import KINDS_OF_TYPES
 from paceline.verifying.reference import Facts, WatchedFacts

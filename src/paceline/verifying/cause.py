@@ -15,7 +15,7 @@ from paceline.phrases import name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying import gradient_cause
 from paceline.verifying.case import Case, describe_settings, near, show_size
-from paceline.verifying.compare import Difference
+from paceline.verifying.closeness import Difference
 from paceline.verifying.forward_cause import explain_forward, find_parent, find_place
 from paceline.verifying.precision import LOSS
 from paceline.verifying.run_steps import KINDS

@@ -25,7 +25,7 @@ from paceline.signatures import check_arguments, explain_arguments
 from paceline.train.trainer import Trainer
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
-from paceline.verifying.compare import FACTORS
+from paceline.verifying.closeness import FACTORS
 from paceline.verifying.compression import settle_islands, settle_slots
 from paceline.verifying.layouts import Compared, compare_layouts
 from paceline.verifying.precision import KINDS_OF_TYPES

@@ -21,7 +21,7 @@ from paceline.recipe import Layout
 from paceline.torch_seams.modules import own_parameters
 from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
-from paceline.verifying.compare import (
+from paceline.verifying.closeness import (
     Difference,
     Noise,
     divide,

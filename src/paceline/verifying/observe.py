@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.placement import local
-from paceline.parallel.tensor.collectives import sums_gradient
+from paceline.parallel.tensor.differentiable import sums_gradient
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.autograd import is_view
 from paceline.torch_seams.modules import own_buffers, own_parameters

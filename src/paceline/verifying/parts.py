@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.parallel.context.division import Division
 from paceline.parallel.split import Split
 from paceline.recipe import Layout
-from paceline.verifying.compare import measure_distance
+from paceline.verifying.closeness import measure_distance
 
 # The axes that divide activations, in the order in which they divide the heads.
 _AXES = ("tp", "cp")

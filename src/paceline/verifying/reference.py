@@ -41,7 +41,7 @@ from paceline.finding import Finding
 from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
 from paceline.train.trainer import Trainer
-from paceline.verifying.compare import EPS, FACTORS, Noise, largest, measure_distance
+from paceline.verifying.closeness import EPS, FACTORS, Noise, largest, measure_distance
 from paceline.verifying.observe import list_optimizer_settings, move_last_bits
 from paceline.verifying.precision import Rounding
 from paceline.verifying.run_steps import run_steps

@@ -26,7 +26,7 @@ from paceline.torch_seams.modules import own_parameters
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
-from paceline.verifying.compare import EPS
+from paceline.verifying.closeness import EPS
 from paceline.verifying.observe import (
     digest,
     find_running,

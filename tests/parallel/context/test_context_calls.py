@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
-from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.gather import attend_by_rows
+from paceline.parallel.context.row_exchange import Rows
 from paceline.recipe import Layout, parse_recipe
 from paceline.recipe.legal import Rules
 from paceline.torch_seams.operators import ATTENTION

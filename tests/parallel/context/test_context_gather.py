@@ -17,7 +17,7 @@ from paceline.models.gpt import Gpt
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.collectives import all_reduce
+from paceline.parallel.tensor.differentiable import all_reduce
 from paceline.recipe import Layout, parse_recipe
 from paceline.recipe.legal import Rules
 from paceline.recipe.schema import GptModel

@@ -10,13 +10,13 @@ import torch
 
 from paceline.mesh import build_mesh
 from paceline.parallel.context.apply import apply_context
+from paceline.parallel.context.context_plan import ContextPlan
 from paceline.parallel.context.find import find_context_plan
-from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.collectives import all_gather, all_reduce
-from paceline.parallel.tensor.plan import find_plan
+from paceline.parallel.tensor.differentiable import all_gather, all_reduce
+from paceline.parallel.tensor.split_plan import find_plan
 from paceline.recipe import Layout
 from tests.dist.pool import Pool
 from tests.parallel.tensor.models import CASES, build, compute_loss

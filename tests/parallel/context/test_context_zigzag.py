@@ -15,9 +15,9 @@ from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.context.apply import apply_context
 from paceline.parallel.context.division import Division
-from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.gather import attend_by_rows
+from paceline.parallel.context.row_exchange import Rows
 from paceline.parallel.dropout.masks import Cut, draw_mask, place_samples
 from paceline.recipe import Layout
 from paceline.recipe.schema import GptModel

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.tensor import plan as planning
+from paceline.parallel.tensor import split_plan as planning
 from paceline.parallel.tensor.backward import BackwardCheck
 from paceline.parallel.tensor.flow import Flow
-from paceline.parallel.tensor.plan import find_plan
+from paceline.parallel.tensor.split_plan import find_plan
 from paceline.parallel.tensor.trace import Ref
 from paceline.torch_seams.trees import tree_map_only
 

@@ -14,7 +14,7 @@ from paceline.mesh import build_mesh
 from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.plan import find_plan
+from paceline.parallel.tensor.split_plan import find_plan
 from paceline.recipe import Layout
 from tests.dist.pool import Pool
 from tests.parallel.tensor.models import NanoAttention

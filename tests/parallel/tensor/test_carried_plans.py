@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 
 SIZES = {
     "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""Bytes per rank under tp, counted from the storages of all tensors alive, against `plan/memory.py`; and
+"""Bytes per rank under tp, counted from the storages of all tensors alive, against `plan/model_state.py`; and
 activations that are kept for backward, against what the arithmetic of a block says.
 
 Of one block, in units of A, the activation between blocks (samples x sequence x width), with I for the inner
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paceline import Trainer
 from paceline.models.gpt import Gpt
-from paceline.plan.memory import Instant, Sizes, plan_memory
+from paceline.plan.model_state import Instant, Sizes, plan_memory
 from paceline.plan.parameters import list_parameters
 from paceline.recipe import Layout, Recipe, parse_recipe
 from paceline.recipe.schema import GptModel

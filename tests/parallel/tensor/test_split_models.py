@@ -13,8 +13,8 @@ from paceline.models.gpt import Gpt
 from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.collectives import all_reduce
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.tensor.differentiable import all_reduce
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 from paceline.recipe import Layout
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool

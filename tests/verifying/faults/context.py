@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.mesh import Axis
 from paceline.models import gpt
-from paceline.parallel.context import apply, exchange, gather
+from paceline.parallel.context import apply, gather, row_exchange
 from paceline.parallel.context.division import Division
 from paceline.parallel.dropout import replacements
 from paceline.parallel.dropout.replacements import Cut
@@ -27,34 +27,34 @@ Counts = tuple[int, ...]
 
 def _to_heads(change: Callable[[Tensor, int, Counts], Tensor]) -> AbstractContextManager[Any]:
     """Change what a rank gets inside of attention: all rows of its heads."""
-    right = exchange._exchange_to_heads
+    right = row_exchange._exchange_to_heads
 
     def exchanged(tensor: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
         return change(right(tensor, dim, split, counts, axis), dim, counts)
 
-    return mock.patch.object(exchange, "_exchange_to_heads", exchanged)
+    return mock.patch.object(row_exchange, "_exchange_to_heads", exchanged)
 
 
 def _to_rows(change: Callable[[Tensor, Split, Axis], Tensor]) -> AbstractContextManager[Any]:
     """Change what a rank gets behind attention: all heads of its rows."""
-    right = exchange._exchange_to_rows
+    right = row_exchange._exchange_to_rows
 
     def exchanged(tensor: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
         return change(right(tensor, dim, split, counts, axis), split, axis)
 
-    return mock.patch.object(exchange, "_exchange_to_rows", exchanged)
+    return mock.patch.object(row_exchange, "_exchange_to_rows", exchanged)
 
 
 def _replacing(of: Any, *, run: Any = None, back: Any = None) -> AbstractContextManager[Any]:
     """Replace what a function of rows returns, or its gradient."""
-    right = exchange.differentiate
+    right = row_exchange.differentiate
 
     def differentiate(own: Any, gradient: Any, tensor: Tensor, *given: Any) -> Tensor:
         if own is of:
             own, gradient = run or own, back or gradient
         return right(own, gradient, tensor, *given)
 
-    return mock.patch.object(exchange, "differentiate", differentiate)
+    return mock.patch.object(row_exchange, "differentiate", differentiate)
 
 
 def _weighing(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
@@ -133,32 +133,32 @@ def rows_in_another_order() -> Iterator[None]:
 @contextlib.contextmanager
 def keys_of_one_rank_twice() -> Iterator[None]:
     """Inside of attention, the first rank's keys take the place of the second's."""
-    right, calls = exchange.differentiate, 0
+    right, calls = row_exchange.differentiate, 0
 
     def twice(tensor: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
-        first = exchange._exchange_to_heads(tensor, dim, split, counts, axis).narrow(dim, 0, counts[0])
+        first = row_exchange._exchange_to_heads(tensor, dim, split, counts, axis).narrow(dim, 0, counts[0])
         return torch.cat([first] * len(counts), dim)
 
     def differentiate(run: Any, back: Any, tensor: Tensor, *given: Any) -> Tensor:
         nonlocal calls
-        if run is exchange._exchange_to_heads:
+        if run is row_exchange._exchange_to_heads:
             calls += 1
             run = twice if calls % 3 == 2 else run  # queries, keys, values
         return right(run, back, tensor, *given)
 
-    with mock.patch.object(exchange, "differentiate", differentiate):
+    with mock.patch.object(row_exchange, "differentiate", differentiate):
         yield
 
 
 @contextlib.contextmanager
 def rows_of_another_rank() -> Iterator[None]:
     """Before the first block, the ranks of cp take each other's rows."""
-    right = exchange._own_rows
+    right = row_exchange._own_rows
 
     def take(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
         return right(tensor, dim, division, replace(axis, rank=axis.size - 1 - axis.rank))
 
-    with mock.patch.object(exchange, "_own_rows", take):
+    with mock.patch.object(row_exchange, "_own_rows", take):
         yield
 
 
@@ -167,9 +167,9 @@ def rows_joined_in_another_order() -> Iterator[None]:
     """Behind the last block, the ranks' rows are joined in another order."""
 
     def join(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        return exchange.all_gather_rows(tensor, dim, division, axis).roll(division.counts[0], dim)
+        return row_exchange.all_gather_rows(tensor, dim, division, axis).roll(division.counts[0], dim)
 
-    with _replacing(exchange.all_gather_rows, run=join):
+    with _replacing(row_exchange.all_gather_rows, run=join):
         yield
 
 
@@ -178,9 +178,9 @@ def zigzag_not_undone() -> Iterator[None]:
     """Behind the last block, chunks in zigzag are joined as if each rank had consecutive positions."""
 
     def join(tensor: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        return exchange.all_gather_rows(tensor, dim, Division(division.counts), axis)
+        return row_exchange.all_gather_rows(tensor, dim, Division(division.counts), axis)
 
-    with _replacing(exchange.all_gather_rows, run=join):
+    with _replacing(row_exchange.all_gather_rows, run=join):
         yield
 
 
@@ -216,21 +216,21 @@ def labels_shifted_across_the_cut() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_of_keys_lost() -> Iterator[None]:
     """The gradients of keys that the other rank's heads give are lost on their way back."""
-    right, calls = exchange.differentiate, 0
+    right, calls = row_exchange.differentiate, 0
 
     def lose(grad: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
-        found = exchange._exchange_to_rows(grad, dim, split, counts, axis)
+        found = row_exchange._exchange_to_rows(grad, dim, split, counts, axis)
         parts = [split.take(found, rank) for rank in range(axis.size)]
         return split.join([p if rank == axis.rank else p * 0 for rank, p in enumerate(parts)])
 
     def differentiate(run: Any, back: Any, tensor: Tensor, *given: Any) -> Tensor:
         nonlocal calls
-        if run is exchange._exchange_to_heads:
+        if run is row_exchange._exchange_to_heads:
             calls += 1
             back = lose if calls % 3 == 2 else back
         return right(run, back, tensor, *given)
 
-    with mock.patch.object(exchange, "differentiate", differentiate):
+    with mock.patch.object(row_exchange, "differentiate", differentiate):
         yield
 
 
@@ -239,11 +239,11 @@ def gradient_of_rows_lost() -> Iterator[None]:
     """Before the first block, the gradient of the first rank's rows is lost."""
 
     def lose(grad: Tensor, dim: int, division: Division, axis: Axis) -> Tensor:
-        joined = exchange.all_gather_rows(grad, dim, division, axis)
+        joined = row_exchange.all_gather_rows(grad, dim, division, axis)
         joined.narrow(dim, 0, division.counts[0]).zero_()
         return joined
 
-    with _replacing(exchange._own_rows, back=lose):
+    with _replacing(row_exchange._own_rows, back=lose):
         yield
 
 

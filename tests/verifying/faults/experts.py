@@ -15,10 +15,10 @@ from torch import Tensor
 from paceline.models import moe
 from paceline.parallel import norm
 from paceline.parallel.context import apply
-from paceline.parallel.experts import layout, spread
+from paceline.parallel.experts import shared, spread
 from paceline.parallel.experts.balance import Choices
+from paceline.parallel.experts.expert_sums import ExpertSum
 from paceline.parallel.experts.forms import ExpertForm
-from paceline.parallel.experts.gradients import ExpertSum
 from paceline.parallel.placement import Placement
 
 
@@ -69,19 +69,19 @@ def answers_in_another_order() -> Iterator[None]:
         order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
         return form.multiply(rows.index_select(0, order), counts.sum(0), form.list_weights())
 
-    with mock.patch.object(layout, "_multiply_together", multiply):
+    with mock.patch.object(shared, "_multiply_together", multiply):
         yield
 
 
 @contextlib.contextmanager
 def tokens_of_another_expert() -> Iterator[None]:
     """Each rank multiplies the rows for its experts by those of its neighbours in memory."""
-    right = layout._multiply_together
+    right = shared._multiply_together
 
     def multiply(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         return right(form, rows, counts.flip(1))
 
-    with mock.patch.object(layout, "_multiply_together", multiply):
+    with mock.patch.object(shared, "_multiply_together", multiply):
         yield
 
 

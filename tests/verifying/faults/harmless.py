@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.parallel.sums import gradient_sum
-from paceline.parallel.tensor import collectives
+from paceline.parallel.tensor import differentiable
 
 
 class _Split(torch.autograd.Function):
@@ -68,7 +68,7 @@ def tp_sums_backwards() -> Iterator[None]:
         dist.all_gather(parts, tensor.contiguous(), group=axis.group)
         return sum(parts[-2::-1], parts[-1])
 
-    with mock.patch.object(collectives, "all_reduce", all_reduce):
+    with mock.patch.object(differentiable, "all_reduce", all_reduce):
         yield
 
 

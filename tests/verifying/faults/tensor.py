@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel import norm, order
-from paceline.parallel.construct.values import Construction
+from paceline.parallel.construct.hand_out import Construction
 from paceline.parallel.dropout.replacements import Masks, _look_up
 from paceline.parallel.placement import Placement
 from paceline.parallel.replicate import Replica
-from paceline.parallel.tensor import apply, collectives, vocabulary
+from paceline.parallel.tensor import apply, differentiable, vocabulary
 
 Change = Callable[[Tensor], Tensor]
 
@@ -202,7 +202,7 @@ def partial_gradients_not_summed() -> Iterator[None]:
 @contextlib.contextmanager
 def sequence_takes_another_part() -> Iterator[None]:
     """Ranks take each other's parts of the sequence."""
-    right = collectives.take_rows
+    right = differentiable.take_rows
 
     def take(tensor: Tensor, axis: Any, dim: int) -> Tensor:
         return right(tensor, replace(axis, rank=axis.size - 1 - axis.rank), dim)
@@ -214,7 +214,7 @@ def sequence_takes_another_part() -> Iterator[None]:
 @contextlib.contextmanager
 def sequence_scatters_without_sum() -> Iterator[None]:
     """After a linear layer, each rank keeps its part of the sequence without the sum over ranks."""
-    with mock.patch.object(apply, "add_up_rows", collectives.take_rows):
+    with mock.patch.object(apply, "add_up_rows", differentiable.take_rows):
         yield
 
 
@@ -303,7 +303,7 @@ def sums_rounded_to_bf16() -> Iterator[None]:
         dist.all_reduce(total, group=axis.group)
         return total.to(tensor.dtype)
 
-    with mock.patch.object(collectives, "all_reduce", all_reduce):
+    with mock.patch.object(differentiable, "all_reduce", all_reduce):
         yield
 
 

@@ -30,7 +30,7 @@ def run_designs(world: Any, names: list[str], folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from paceline.watch.rank.gradients import Gradients
+    from paceline.watch.rank.first_not_finite import Gradients
     from paceline.watch.rank.sentinels.sentinels import Sentinels
 
     os.chdir(folder)

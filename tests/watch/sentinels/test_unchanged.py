@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.passes import Passes
 from paceline.watch.rank.sentinels.sentinels import Sentinels
 

@@ -158,7 +158,7 @@ class _Node:
             environ[_GLOO] = name
         with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
             target = Path(folder) / "found.json"
-            words = [sys.executable, "-m", "paceline.doctor.cluster.collectives", str(target), str(timeout_s)]
+            words = [sys.executable, "-m", "paceline.doctor.cluster.rank", str(target), str(timeout_s)]
             done = subprocess.run(
                 words,
                 env=environ,

@@ -23,7 +23,7 @@ from typing import Literal
 
 from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.exit_codes import STOPPED
-from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
+from paceline.launching.ending.tracebacks import find_error_line, find_own_frame, fold
 
 # gloo's words about data that is longer than expected.
 _BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. \d+ vs \d+")

@@ -6,7 +6,7 @@ Protocol, all ranks together:
    (`construct/structure.py`), or if that fails, like rank 0.
 2. All compare what they have built. A rank whose model differs runs the factory again, like rank 0.
 3. Every rank moves its model to the meta device, tensor by tensor. Rank 0 keeps the values aside.
-4. Once the model is laid out, rank 0 broadcasts one tensor after the other (`construct/values.py`).
+4. Once the model is laid out, rank 0 broadcasts one tensor after the other (`construct/hand_out.py`).
 
 A pretrained model is built without values on rank 0 too, which reads them from files in step 4.
 
@@ -33,6 +33,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
+from paceline.parallel.construct.hand_out import Construction, Value, give
 from paceline.parallel.construct.structure import (
     MOST_ELEMENTS,
     WithoutValues,
@@ -43,7 +44,6 @@ from paceline.parallel.construct.structure import (
     number_windows,
     read_tensors,
 )
-from paceline.parallel.construct.values import Construction, Value, give
 from paceline.phrases import first_line, name_ranks, name_some
 from paceline.seeds import derive_seed
 from paceline.torch_seams.tensors import identify

@@ -11,17 +11,17 @@ from typing import Any
 from torch import nn
 
 from paceline.mesh import Axis
-from paceline.parallel.context.exchange import Rows, join_rows, take_rows, to_heads, to_rows
+from paceline.parallel.context.context_plan import ContextPlan, Crossing, SizeChange
 from paceline.parallel.context.gather import attend_by_rows, cut_entering, refuse_unknown
 from paceline.parallel.context.lengths import change_given
-from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
-from paceline.parallel.context.whole import cut_whole, join_whole
+from paceline.parallel.context.row_exchange import Rows, join_rows, take_rows, to_heads, to_rows
+from paceline.parallel.context.whole_modules import cut_whole, join_whole
 from paceline.parallel.dropout.replacements import Cut, Masks
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.calls import ATTENDING, CallSite, change_calls, change_operand
 from paceline.parallel.tensor.calls import Change as CallChange
-from paceline.parallel.tensor.collectives import copy
+from paceline.parallel.tensor.differentiable import copy
 from paceline.parallel.tensor.hooks import Change, change_argument, change_input, change_output
 from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.context.errors import kernel_error
-from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.context.context_plan import ContextPlan
+from paceline.parallel.context.refusals import kernel_error
 from paceline.parallel.context.rehearsal import Rehearsal
 from paceline.parallel.context.walk import Walk
 from paceline.parallel.context.walk_gather import GatherWalk

@@ -24,9 +24,9 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.context.division import Division
-from paceline.parallel.context.exchange import Rows, all_gather_rows, exchange_messages
+from paceline.parallel.context.row_exchange import Rows, all_gather_rows, exchange_messages
 from paceline.parallel.tensor.calls import Change
-from paceline.parallel.tensor.collectives import differentiate, seen_by_modes
+from paceline.parallel.tensor.differentiable import differentiate, seen_by_modes
 from paceline.torch_seams.operators import flash_shares_heads
 
 # The dimension of the positions in queries, keys, values and masks.

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.parallel.context.context_plan import SizeChange
 from paceline.parallel.context.division import count_rows
-from paceline.parallel.context.errors import cannot_divide_error, name_line
 from paceline.parallel.context.gather import POSITIONS, AttentionCall
 from paceline.parallel.context.lengths import change_given
-from paceline.parallel.context.plan import SizeChange
+from paceline.parallel.context.refusals import cannot_divide_error, name_line
 from paceline.parallel.context.walk import Walk
-from paceline.parallel.context.whole import resize_whole
+from paceline.parallel.context.whole_modules import resize_whole
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.calls import CallSite
 from paceline.parallel.tensor.sizes import LENGTHY, SIZED

@@ -5,7 +5,7 @@ operation must treat every position by itself. Attention needs all positions, an
 rows are exchanged for heads, at the outputs of the projections (`to_heads`), and back at the input of the
 output projection (`to_rows`). In between, any code runs on whole sequences with fewer heads: masks,
 positions, biases and sliding windows are those of one process. A mixture of experts gets whole sequences
-(`whole.py`).
+(`whole_modules.py`).
 
 Which dimension holds the heads follows from the classes of dimensions that tp uses (`tensor/rules.py`). Sizes
 that the code between takes from a number of the module, or from its input's length, are changed in the calls
@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.context.errors import cannot_divide_error, refused_op_error, too_short_error
-from paceline.parallel.context.plan import ContextPlan, Crossing, Stretch
-from paceline.parallel.context.whole import WholeCalls, plan_whole
+from paceline.parallel.context.context_plan import ContextPlan, Crossing, Stretch
+from paceline.parallel.context.refusals import cannot_divide_error, refused_op_error, too_short_error
+from paceline.parallel.context.whole_modules import WholeCalls, plan_whole
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, Dim, leaves
 from paceline.parallel.tensor.calls import CallSite, find_operand

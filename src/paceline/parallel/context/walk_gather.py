@@ -9,9 +9,9 @@ No head is divided, so `cp` may be larger than the number of key and value heads
 from __future__ import annotations
 
 from paceline.errors import PacelineError
-from paceline.parallel.context.errors import cannot_divide_error
+from paceline.parallel.context.context_plan import Attending, Entering
 from paceline.parallel.context.gather import POSITIONS, AttentionCall, outside_attention_error
-from paceline.parallel.context.plan import Attending, Entering
+from paceline.parallel.context.refusals import cannot_divide_error
 from paceline.parallel.context.walk import Walk
 from paceline.parallel.tensor.atoms import Dim, leaves
 from paceline.parallel.tensor.trace import Written

@@ -12,7 +12,7 @@ has replaced torch's is called as before (`patch.py`). Stochastic depth draws on
 `Tensor.bernoulli_` or `torch.rand` of a size [samples, 1, ...]; those are replaced too.
 
 Draws that are not covered are reported: at once in `Masks.unsafe` if the model's modules reveal them, else by
-`find_random` (`find.py`), which watches a forward.
+`find_random` (`random_draws.py`), which watches a forward.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.parallel.dropout.masks import Cut, SampleDim, draw_bits, draw_mask, place_samples
 from paceline.parallel.dropout.patch import PatchedFunction, Patches
+from paceline.parallel.dropout.rounding import apply_alpha_mask, apply_mask, repeat_heads, weigh
 from paceline.parallel.dropout.scope import (
     Enter,
     Leave,
@@ -45,7 +46,6 @@ from paceline.parallel.dropout.scope import (
     scope,
     standing_at,
 )
-from paceline.parallel.dropout.values import apply_alpha_mask, apply_mask, repeat_heads, weigh
 from paceline.torch_seams.dispatch import has_modes, without_modes
 from paceline.torch_seams.fake import FakeTensor
 from paceline.torch_seams.modules import DropoutBase, list_forward_hooks

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.tensor.collectives import differentiate
+from paceline.parallel.tensor.differentiable import differentiate
 
 
 @dataclass(frozen=True)

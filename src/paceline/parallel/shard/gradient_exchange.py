@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import all_gather
-from paceline.comm.exchange import nothing_like
+from paceline.comm.one_tensor import all_gather
 from paceline.comm.tree import TreeSum
+from paceline.comm.tree_exchange import nothing_like
 from paceline.data.share import list_numbers
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import keep_for_stream, list_present
@@ -161,7 +161,7 @@ class ChunkSum(ReduceScatter):
 
     Communication, fast: per call (n-1)/n times the group's bytes sent by every rank of dp_shard, and in the
     last call of a step an all-reduce of 1/n of them over dp_replicate. Exact: the same per call, and in the
-    last one an exchange of 1/n of them, see `comm/exchange.py`.
+    last one an exchange of 1/n of them, see `comm/tree_exchange.py`.
     """
 
     def __init__(self, rounds: StepProgress, number: int, ranks: RankSum) -> None:

@@ -23,8 +23,8 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
-from paceline.torch_seams.check import require
 from paceline.torch_seams.fsdp import list_records, unmark
+from paceline.torch_seams.installed import require
 from paceline.torch_seams.modules import own_parameters
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def apply_sharding(
     before = dict(model.named_parameters())
     check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
-    # Those without a dimension are kept whole on every rank, see `whole.py`.
+    # Those without a dimension are kept whole on every rank, see `scalars.py`.
     arguments["ignored_params"] = {p for name, p in before.items() if not p.dim() or name in apart}
     for name, block in [*blocks, *tables, ("", model)]:
         fully_shard(

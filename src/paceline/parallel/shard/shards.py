@@ -47,9 +47,9 @@ from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.shard.gradient_exchange import ChunkSum, GatherChunks, StepProgress
 from paceline.parallel.shard.held import HeldUnits, Reads
 from paceline.parallel.shard.marks import Marks, gradient_error
+from paceline.parallel.shard.scalars import WholeParameters, split_groups
 from paceline.parallel.shard.setup import ShardSettings, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
-from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.parallel.sums.gradient_sum import RankSum
 from paceline.phrases import first_line, name_some
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records

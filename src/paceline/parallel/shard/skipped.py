@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm.exchange import nothing_like
+from paceline.comm.tree_exchange import nothing_like
 from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
 from paceline.parallel.shard.held import HeldUnits

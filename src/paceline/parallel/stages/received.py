@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import nothing_like
+from paceline.comm.tree_exchange import nothing_like
 from paceline.parallel.stages.record import LearnedTensor, Made
 
 

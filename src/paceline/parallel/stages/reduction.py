@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import nothing_like
+from paceline.comm.tree_exchange import nothing_like
 from paceline.mesh import Axis, Mesh
-from paceline.parallel.stages.shards import StageShards
+from paceline.parallel.stages.stage_shards import StageShards
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import Gradients, flatten, take_gradients, view_as
 

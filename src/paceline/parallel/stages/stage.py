@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.stages.plan import StageCut
+from paceline.parallel.stages.cut import StageCut
 from paceline.parallel.stages.record import Made, Result
 from paceline.parallel.stages.walk import Call, CompiledBlock, Walker, list_tensors, name_function
 from paceline.torch_seams.dispatch import without_functions

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.exchange import nothing_like
 from paceline.comm.residuals import RowRange
+from paceline.comm.tree_exchange import nothing_like
 from paceline.parallel.compress import Compression
 from paceline.parallel.sums.gradient_sum import GradientSum, RankSum
 from paceline.parallel.sums.gradients import (

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.codec import CODECS
-from paceline.comm.collectives import reduce_scatter
-from paceline.comm.exchange import Exchange
+from paceline.comm.one_tensor import reduce_scatter
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import OwnBlocks, TreeSum, plan_reduction
+from paceline.comm.tree_exchange import Exchange
 from paceline.mesh import Axis
 from paceline.parallel.compress import Compression
 from paceline.parallel.sums.gradients import Gradients, add_gradients, keep_for_stream, list_present

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import nothing_like
+from paceline.comm.tree_exchange import nothing_like
 from paceline.errors import PacelineError
 from paceline.torch_seams.operators import add_to_each
 

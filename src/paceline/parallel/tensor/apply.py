@@ -18,12 +18,12 @@ from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.parallel.split import Split, take_parts
 from paceline.parallel.tensor.calls import SUMMED, CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
-from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
+from paceline.parallel.tensor.differentiable import add_up, add_up_rows, copy, gather, gather_rows, take_rows
 from paceline.parallel.tensor.flow import CutBoundary
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
-from paceline.parallel.tensor.plan import SplitPlan
 from paceline.parallel.tensor.sequence import DIM, Sequence
 from paceline.parallel.tensor.sizes import SIZED, divide_size
+from paceline.parallel.tensor.split_plan import SplitPlan
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
 from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up

@@ -36,7 +36,7 @@ from paceline.parallel.tensor.calls import (
     find_site,
     run_inside,
 )
-from paceline.parallel.tensor.collectives import second_gradient_error
+from paceline.parallel.tensor.differentiable import second_gradient_error
 from paceline.parallel.tensor.hooks import Path, change_argument, change_input, change_output, find_tensors
 from paceline.parallel.tensor.sizes import LENGTHY, SIZED
 from paceline.phrases import first_line

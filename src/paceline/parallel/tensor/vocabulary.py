@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import (
+from paceline.parallel.tensor.differentiable import (
     all_gather,
     all_reduce,
     differentiate,

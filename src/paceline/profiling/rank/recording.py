@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.own_code import is_own
 from paceline.profiling.elements import count_bytes
-from paceline.profiling.rank.loop import METADATA, WAITING, LoopTimes
+from paceline.profiling.rank.loop_phases import METADATA, WAITING, LoopTimes
 from paceline.profiling.rank.sampler import LineSampler, Place
 from paceline.torch_seams.flight import FlightEntry, read_entries
 from paceline.torch_seams.profiling import (

@@ -18,7 +18,7 @@ from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
-from paceline.train.runners.own import plain_under_experts_error
+from paceline.train.runners.own_errors import plain_under_experts_error
 from paceline.train.runners.runner import Result
 from paceline.train.runners.whole import WholeRunner
 from paceline.train.runners.work import Round, Work

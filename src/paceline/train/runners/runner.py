@@ -37,7 +37,7 @@ from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, RunningStatistics
 from paceline.parallel.compress import Compression
-from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.random_draws import find_random
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
@@ -47,7 +47,7 @@ from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
 from paceline.train.loss_parameters import WatchedLosses, check_loss_parameters
 from paceline.train.precision import Precision
-from paceline.train.runners.own import mixed_error, summed_already_error
+from paceline.train.runners.own_errors import mixed_error, summed_already_error
 from paceline.train.runners.work import IDLE, Round, Work
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from paceline.mesh import Mesh
 from paceline.parallel.order import LaidOut
 from paceline.parallel.shard.marks import gradient_error
 from paceline.train.batches import lend_batch
-from paceline.train.runners.own import one_backward_error, plain_under_experts_error
+from paceline.train.runners.own_errors import one_backward_error, plain_under_experts_error
 from paceline.train.runners.runner import Microbatch, Runner
 from paceline.train.runners.work import IDLE, Round, Work
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.exchange import nothing_like
+from paceline.comm.tree_exchange import nothing_like
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
@@ -40,9 +40,9 @@ from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
-from paceline.parallel.shard.whole import split_groups
+from paceline.parallel.shard.scalars import split_groups
+from paceline.parallel.stages.cut import changed_error
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
-from paceline.parallel.stages.plan import changed_error
 from paceline.parallel.stages.received import ReceivedGradient, receive
 from paceline.parallel.stages.reduction import build_sums
 from paceline.parallel.sums.gradients import Gradients

@@ -19,10 +19,10 @@ from paceline.data.share import Share
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
-from paceline.parallel.experts.layout import ExpertLayout
+from paceline.parallel.experts.shared import ExpertLayout
 from paceline.parallel.objective import Objective
 from paceline.parallel.order import LaidOut
-from paceline.parallel.stages.plan import StageCut
+from paceline.parallel.stages.cut import StageCut
 from paceline.parallel.stages.received import receive
 from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrders
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results

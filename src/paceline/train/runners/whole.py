@@ -22,7 +22,7 @@ from paceline.parallel.placement import local
 from paceline.parallel.sums.gradients import settle_conjugates
 from paceline.torch_seams.operators import multiply_each
 from paceline.torch_seams.tensors import read_version
-from paceline.train.runners.own import summed_already_error
+from paceline.train.runners.own_errors import summed_already_error
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.work import Round, Work
 

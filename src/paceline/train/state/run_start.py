@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint.folder_names import CHECKPOINTS, list_checkpoints
 from paceline.checkpoint.generation import begin_generation, newest_generation
-from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
 from paceline.errors import PacelineError
 from paceline.train.belongings import OpenFolder
 from paceline.train.state.folder_view import check_view, find_view

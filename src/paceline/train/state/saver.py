@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import check_identity, describe_identity, open_usable
 from paceline.checkpoint.content import read_all
-from paceline.checkpoint.names import CHECKPOINTS
+from paceline.checkpoint.folder_names import CHECKPOINTS
 from paceline.checkpoint.part import Part
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError

@@ -32,7 +32,7 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content import PreparedShare
-from paceline.checkpoint.names import step_name
+from paceline.checkpoint.folder_names import step_name
 from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
 from paceline.torch_seams.groups import find_store

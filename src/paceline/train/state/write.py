@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.checkpoint import tree
 from paceline.checkpoint.content import MODEL, PreparedShare, find_tied, prepare_whole
-from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
+from paceline.checkpoint.writers import Holding, digest_holdings, plan_writers
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_leaves, tree_map

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.watch.launcher.nodes import EVERY_S, Others
 from paceline.watch.protocol.report import Report, Verdict
-from paceline.watch.reasoning.compare import choose_calls, confirm
+from paceline.watch.reasoning.running import choose_calls, confirm
 
 # A rank's time for each call in its answer, and the share of its time that answers may take.
 _CALL_S = 40e-6

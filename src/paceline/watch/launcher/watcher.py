@@ -26,12 +26,12 @@ from paceline.watch.launcher.process import ProcessSampler
 from paceline.watch.launcher.running_calls import RunningCalls
 from paceline.watch.protocol.report import Beat, Frame, Process, Report, Seen, Verdict
 from paceline.watch.protocol.stacks import read_main_stack, read_worker_stack
-from paceline.watch.reasoning.compare import confirm
 from paceline.watch.reasoning.death import Failure, explain_failure
 from paceline.watch.reasoning.hang import explain_hang
 from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import build_message, render_place
+from paceline.watch.reasoning.running import confirm
 from paceline.watch.reasoning.sentinels.book import FactBook
 from paceline.watch.reasoning.sentinels.rules import ADVICE, RULES
 from paceline.watch.reasoning.slow import SlowRanks

@@ -49,9 +49,9 @@ from paceline.watch.protocol.report import (
 from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.exits import Exits
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.meeting import find_meeting, find_microbatches
-from paceline.watch.rank.memory import MemoryGuard
+from paceline.watch.rank.memory_guard import MemoryGuard
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
 from paceline.watch.rank.sampling import Sampler

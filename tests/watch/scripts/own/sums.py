@@ -8,16 +8,16 @@ import time
 import paceline
 import torch
 import torch.distributed as dist
-from paceline.comm import exchange
+from paceline.comm import tree_exchange
 from paceline.comm.tree import plan_reduction
 
 
 def main() -> None:
     how, who = sys.argv[1], int(sys.argv[2])
     with paceline.start(device="cpu", threads_per_rank=1) as world:
-        sums = exchange.Exchange(dist.new_group())
+        sums = tree_exchange.Exchange(dist.new_group())
         plan = plan_reduction((1,) * world.world_size)
-        original = exchange.pass_on
+        original = tree_exchange.pass_on
         for step in range(1000):
             if step == 5 and world.rank == who:
 
@@ -29,7 +29,7 @@ def main() -> None:
                     time.sleep(600)  # SLEEPS
                     return original(*args, **kwargs)
 
-                exchange.pass_on = disturb
+                tree_exchange.pass_on = disturb
             vector = torch.ones(1 << 20)
             sums.sum_subtrees([vector], plan, vector)
             time.sleep(0.1)

@@ -17,7 +17,7 @@ from paceline.torch_seams.observing import (
     read_group,
 )
 from paceline.torch_seams.watching import count_writes
-from paceline.watch.rank.gradients import Gradients, WatchedParameter
+from paceline.watch.rank.first_not_finite import Gradients, WatchedParameter
 from paceline.watch.rank.sentinels.exchange import ExchangedBytes
 from paceline.watch.rank.sentinels.numbers import Sample, hash_rows, take_sample
 from paceline.watch.rank.sentinels.order import Orders

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.own_code import is_own
 from paceline.torch_seams.flight import read_status
 from paceline.torch_seams.observing import read_default_group
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.threads import mark_stack
 

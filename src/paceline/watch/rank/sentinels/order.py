@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.threads import Mark, mark_stack
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.torch_seams.observing import has_other_hooks, is_mean
 from paceline.torch_seams.watching import call_after_backward, count_writes
-from paceline.watch.rank.gradients import Gradients, WatchedParameter
+from paceline.watch.rank.first_not_finite import Gradients, WatchedParameter
 from paceline.watch.rank.sentinels.numbers import Sample, take_sample
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.threads import Mark, mark_stack

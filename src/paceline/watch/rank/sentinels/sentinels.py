@@ -16,7 +16,7 @@ from paceline.torch_seams.observing import list_observed, observe
 from paceline.torch_seams.profiling import is_profiling
 from paceline.torch_seams.watching import hide_from_compiler
 from paceline.watch.protocol.report import Fact
-from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.copies import ReplicatedModels
 from paceline.watch.rank.sentinels.exchange import ExchangedBytes
 from paceline.watch.rank.sentinels.files import Files

@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.torch_seams.names import NAMES, TorchName
+from paceline.torch_seams.table import NAMES, TorchName
 
 _ABSENT = object()
 

@@ -1,6 +1,6 @@
 """A rank that checks collectives: right results first, then the time of an all-reduce by size.
 
-RANK=... MASTER_ADDR=... python -m paceline.doctor.cluster.collectives FILE TIMEOUT_S     writes a JSON object
+RANK=... MASTER_ADDR=... python -m paceline.doctor.cluster.rank FILE TIMEOUT_S     writes a JSON object
 """
 
 from __future__ import annotations

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.context.exchange import Rows
-from paceline.parallel.dropout.find import find_random
+from paceline.parallel.context.row_exchange import Rows
+from paceline.parallel.dropout.random_draws import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.objective import Trial
 from paceline.parallel.placement import lay_out_like, local
 from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
-from paceline.parallel.stages.plan import StageCut, find_starts
+from paceline.parallel.stages.cut import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
-from paceline.parallel.stages.shards import StageShards
 from paceline.parallel.stages.stage import StageRun
+from paceline.parallel.stages.stage_shards import StageShards
 from paceline.phrases import name_some
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.files import CorpusSplit, Piece, TextFile, find_text_files, split_files
+from paceline.data.corpus import CorpusSplit, Piece, TextFile, find_text_files, split_files
 from paceline.errors import PacelineError
 
 

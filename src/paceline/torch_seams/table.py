@@ -37,7 +37,7 @@ def _read_part(text: str) -> tuple[TorchName, ...]:
 
 
 def _read_table() -> dict[str, tuple[TorchName, ...]]:
-    _, *parts = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").split("\n## ")
+    _, *parts = Path(__file__).with_name("names.md").read_text(encoding="utf-8").split("\n## ")
     return {part.partition("\n")[0]: _read_part(part) for part in parts}
 
 

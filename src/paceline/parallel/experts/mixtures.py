@@ -17,7 +17,7 @@ from paceline.parallel.experts.forms import (
     is_decorated,
     open_forward,
 )
-from paceline.parallel.experts.loop import find_loops, is_list
+from paceline.parallel.experts.list_trial import find_loops, is_list
 from paceline.phrases import name_some
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.launching.ending.trace import find_error_line, find_last, find_own_frame, fold
+from paceline.launching.ending.tracebacks import find_error_line, find_last, find_own_frame, fold
 
 HERE = Path(__file__).name
 

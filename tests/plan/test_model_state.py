@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.models.gpt import Gpt
 from paceline.plan.costs import ModelCosts, ModelPart
-from paceline.plan.memory import Instant, Sizes, plan_memory, plan_recipe_memory
+from paceline.plan.model_state import Instant, Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, count_parameters, list_parameters
 from paceline.plan.step import cut_stages
 from paceline.plan.traffic import count_sent

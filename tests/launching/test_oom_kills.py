@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.torchrun_scripts.memory_group import NoMemoryGroupError, count_kills, enter, memory_group
-from paceline.launching.ending import memory
-from paceline.launching.ending.memory import OomCounts, count_oom_kills, explain_kill
+from paceline.launching.ending import oom_kills
+from paceline.launching.ending.oom_kills import OomCounts, count_oom_kills, explain_kill
 
 IN_GROUP = "The kernel's out-of-memory killer ended it: the memory of its cgroup (container, job) ran out."
 ON_MACHINE = (
@@ -24,7 +24,7 @@ class Kernel:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        monkeypatch.setattr(memory, "Path", self._redirect)
+        monkeypatch.setattr(oom_kills, "Path", self._redirect)
 
     def write(self, path: str, text: str) -> None:
         target = self.folder / path.lstrip("/")
@@ -100,7 +100,7 @@ def test_counts_that_have_grown_explain(
     monkeypatch: pytest.MonkeyPatch,
     kernel: Kernel,
 ) -> None:
-    monkeypatch.setattr(memory, "count_oom_kills", lambda: OomCounts(*now))
+    monkeypatch.setattr(oom_kills, "count_oom_kills", lambda: OomCounts(*now))
     assert explain_kill(OomCounts(*before)) == words
 
 
@@ -109,7 +109,7 @@ def test_counts_that_have_grown_explain(
 EAT = "import os\nkept = []\nwhile True: kept.append(b'x' * 2**20)\n"
 WATCH = f"""
 import subprocess, sys
-from paceline.launching.ending.memory import count_oom_kills, explain_kill
+from paceline.launching.ending.oom_kills import count_oom_kills, explain_kill
 before = count_oom_kills()
 eater = subprocess.Popen([sys.executable, "-c", {EAT!r}])
 print(eater.wait(), explain_kill(before), sep="|")

@@ -30,9 +30,9 @@ from torch import Tensor
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.context.division import Division
-from paceline.parallel.context.errors import too_short_error
+from paceline.parallel.context.refusals import too_short_error
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import differentiate, seen_by_modes
+from paceline.parallel.tensor.differentiable import differentiate, seen_by_modes
 from paceline.torch_seams.tensors import is_fake
 
 log = logging.getLogger(__name__)

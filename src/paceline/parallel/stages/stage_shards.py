@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from paceline.comm.collectives import all_gather
+from paceline.comm.one_tensor import all_gather
 from paceline.mesh import Mesh
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.placement import local

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from paceline.checkpoint.part import Part
-from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
+from paceline.checkpoint.writers import Holding, digest_holdings, plan_writers
 
 
 def hold(name: str, size: int, *ranks: int) -> Holding:

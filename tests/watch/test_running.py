@@ -11,7 +11,7 @@ from paceline.watch.launcher.clock import Stillness
 from paceline.watch.launcher.nodes import NodeState
 from paceline.watch.protocol.report import Call, Group, Report
 from paceline.watch.protocol.wire import to_json
-from paceline.watch.reasoning.compare import choose_calls, confirm
+from paceline.watch.reasoning.running import choose_calls, confirm
 from tests.watch.situations import NOW_S, call
 
 Change = dict[str, object]

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
-from paceline.parallel.experts.find import check_forms, find_experts
+from paceline.parallel.experts.expert_sums import ExpertSum
 from paceline.parallel.experts.forms import Answer, ExpertForm, hide_functions
-from paceline.parallel.experts.gradients import ExpertSum
+from paceline.parallel.experts.mixtures import check_forms, find_experts
 from paceline.parallel.experts.spread import SameRows
+from paceline.parallel.experts.token_exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.models.gpt import Gpt
-from paceline.parallel.tensor.plan import SplitPlan, find_plan
+from paceline.parallel.tensor.split_plan import SplitPlan, find_plan
 from paceline.recipe.schema import GptModel
 from tests.parallel.tensor.models import build
 

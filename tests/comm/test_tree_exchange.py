@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange
 from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.comm.tree_exchange import Exchange
 from tests.dist.pool import Pool, RankError
 
 

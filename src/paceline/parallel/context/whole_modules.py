@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.context.errors import cannot_divide_error
-from paceline.parallel.context.exchange import Rows, cut_rows, join_rows
-from paceline.parallel.context.plan import WholeModule
-from paceline.parallel.tensor.collectives import seen_by_modes
+from paceline.parallel.context.context_plan import WholeModule
+from paceline.parallel.context.refusals import cannot_divide_error
+from paceline.parallel.context.row_exchange import Rows, cut_rows, join_rows
+from paceline.parallel.tensor.differentiable import seen_by_modes
 from paceline.parallel.tensor.trace import ModuleCall, Trace
 
 if TYPE_CHECKING:
