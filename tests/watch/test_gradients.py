@@ -15,12 +15,17 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.watch.protocol.report import NotFinite
 from paceline.watch.rank import first_not_finite as watching
 from paceline.watch.rank.first_not_finite import Gradients
 from paceline.world import World
+from tests.dist.pool import Pool
 
 TIMEOUT_S = 25.0
 
@@ -475,3 +480,52 @@ def test_only_the_rank_that_had_it_states_so(ranks, micro, number, view):
 
 def test_ranks_that_are_well_state_nothing(ranks):
     assert ranks.run(train_on_ranks, args=((-1, 0, 0), 2, False), timeout_s=TIMEOUT_S) == [None, None]
+
+
+def train_parts(world: World, kind: str, spoilt: tuple[int, int], watch: bool) -> tuple[NotFinite | None, list[Tensor]]:
+    """Return what a rank finds in a model whose parameters are DTensors, and its parts of the weights."""
+    gradients = Gradients()
+    if watch:
+        gradients.install(torch)
+    torch.manual_seed(1)
+    model = Net()
+    model.last, model.scores = nn.Linear(5, 4), nn.Linear(4, 2)
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    if kind == "split":
+        parallelize_module(model, mesh, {"last": ColwiseParallel(), "scores": RowwiseParallel()})
+    else:
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "bf16" else MixedPrecisionPolicy()
+        for part in (model.first, model.last, model):
+            fully_shard(part, mp_policy=half)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(step if kind == "split" else 2 * step + world.rank)
+        for n in range(2 if kind == "accumulated" else 1):
+            if kind == "accumulated":
+                model.set_requires_gradient_sync(n == 1)
+            model(torch.randn(4, 6), spoil=(world.rank, step) == spoilt).pow(2).mean().backward()
+        optimizer.step()
+    gradients.settle()
+    gradients.remove()
+    parts = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    return gradients.found, [one.detach().clone() for one in parts]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "bf16", "accumulated", "split"])
+def test_ranks_with_parts_of_the_parameters(ranks: Pool, kind: str) -> None:
+    """They state their own gradients as with DDP, and their numbers are those without the watch."""
+    found = ranks.run(train_parts, nproc=2, args=(kind, (1, 2), True), timeout_s=TIMEOUT_S)
+    own = found[1][0]
+    assert own is not None
+    assert own.number == (5 if kind == "accumulated" else 3)
+    assert own.effect == "applied"
+    others = found[0][0]
+    assert others is None or (kind == "split" and others.number == own.number) or others.number > own.number
+    well = [
+        ranks.run(train_parts, nproc=2, args=(kind, (-1, 0), watch), timeout_s=TIMEOUT_S)
+        for watch in (True, False)
+    ]
+    for (finding, parts), (_, bare) in zip(*well, strict=True):
+        assert finding is None
+        assert all(torch.equal(one, other) for one, other in zip(parts, bare, strict=True))

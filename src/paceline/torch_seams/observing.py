@@ -6,6 +6,7 @@ As in `watching`, a missing name turns off a part of the watch.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -70,6 +71,13 @@ def observe(
     hide_from_compiler(torch, observed)
     setattr(owner, name, observed)
     return restore
+
+
+def find_gathering() -> tuple[Any, str] | None:
+    """Return the method by which `fully_shard` makes a whole parameter; None before it is imported."""
+    records = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    owner = getattr(records, "FSDPParam", None)
+    return (owner, "init_unsharded_param") if hasattr(owner, "init_unsharded_param") else None
 
 
 def list_replicated(ddp: Any) -> list[Any]:

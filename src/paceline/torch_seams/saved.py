@@ -128,6 +128,11 @@ def read_local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_part(tensor: Any) -> bool:
+    """Return whether a tensor is a `DTensor`."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def is_built(module: Any) -> bool:
     """Return whether a module's constructor has begun; before that, its attributes cannot be read."""
     return bool({"_parameters", "_modules"} <= vars(module).keys())

@@ -23,7 +23,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from paceline.torch_seams.observing import find_gathering, observe
 from paceline.torch_seams.profiling import is_profiling
+from paceline.torch_seams.saved import find_gathered, is_part, read_local
 from paceline.torch_seams.watching import (
     call_after_backward,
     count_writes,
@@ -43,6 +45,8 @@ _IN_ALL = 8
 # with a scale of 2**16 and halves it each time, so after this many the scale is no longer the reason.
 _MANY = 20
 _MAX_FRAMES = 4
+# Gathers of sharded parameters that are followed at most, until all that are watched have had theirs.
+_MANY_GATHERS = 4096
 # Backward passes on a GPU whose sums are kept: more than there are between two beats.
 _LATE = 1024
 
@@ -76,6 +80,8 @@ class Gradients:
         self._pending: tuple[NotFinite, WatchedParameter, int] | None = None
         self._row = (0, 0)
         self._after_step: Any = None
+        self._num_gathers = 0
+        self._end_gathers: Any = None
 
     def install(self, torch: Any) -> None:
         """Make each optimizer that is created from now on choose its parameters; call it once."""
@@ -101,6 +107,7 @@ class Gradients:
         if self._after_step is not None:
             self._after_step.remove()
             self._after_step = None
+        self._stop_following()
         for watched in self._watched:
             watched.remove()
         self._watched.clear()
@@ -124,7 +131,7 @@ class Gradients:
             self._pending = None
         elif not is_finite(parameter):
             self.found = finding
-        elif count_writes(parameter) != version:  # The step has passed without it.
+        elif count_writes(read_local(parameter)) != version:  # The step has passed without it.
             self._pending = None
 
     def note_error(self) -> bool:
@@ -154,15 +161,37 @@ class Gradients:
             self._watched.append(
                 WatchedParameter(self, self._torch, optimizer, small[n * len(small) // count])
             )
+        place = find_gathering()
+        if place is not None and self._end_gathers is None and any(map(_awaits_gather, self._watched)):
+            self._end_gathers = observe(self._torch, place, after=self._note_gather)
 
     def _can_be_watched(self, parameter: Any) -> bool:
         return (
-            type(parameter) in (self._torch.nn.Parameter, self._torch.Tensor)  # no DTensor
+            (type(parameter) in (self._torch.nn.Parameter, self._torch.Tensor) or is_part(parameter))
             and parameter.requires_grad
             and parameter.is_leaf
             and parameter.is_floating_point()
             and 0 < parameter.numel() <= _MAX_NUMBERS
+            and read_local(parameter).numel() > 0
         )
+
+    def _note_gather(self, result: Any, record: Any) -> None:
+        """Take the whole parameter that torch has gathered by a record of `fully_shard`."""
+        with suppress(Exception):
+            waiting = list(filter(_awaits_gather, self._watched))
+            self._num_gathers += 1
+            if not waiting or self.passes > 1 or self._num_gathers > _MANY_GATHERS:
+                self._stop_following()
+                return
+            gathered = find_gathered(record)
+            for watched in waiting:
+                if gathered is not None and watched.find() is record.sharded_param:
+                    watched.hook_whole(gathered[1])
+
+    def _stop_following(self) -> None:
+        if self._end_gathers is not None:
+            self._end_gathers()
+            self._end_gathers = None
 
     # ---- within backward
 
@@ -220,7 +249,7 @@ class Gradients:
         if self._pending is None:
             broken = [one for one in named if not has_finite_gradient(one.find())]
             finding = _describe(self.passes, broken[-1] if broken else None, named, "applied")
-            self._pending = finding, watched, count_writes(parameter)
+            self._pending = finding, watched, count_writes(read_local(parameter))
             if self._after_step is None:
                 # Only now, because optimizers without hooks are faster.
                 module = sys.modules[self._torch.optim.Optimizer.__module__]
@@ -240,6 +269,7 @@ class WatchedParameter:
 
     Attributes:
         late: the backward pass whose gradient was not finite, if that was read later; else 0.
+        is_part: whether it is a DTensor, of which this rank has a part.
         siblings: the parameters of its model, once they were searched for.
     """
 
@@ -257,7 +287,18 @@ class WatchedParameter:
         self._is_compiling = torch.compiler.is_compiling
         self._find_task = find_backward_number(torch)
         self._sums: Any = None
-        self._handle = optimizer.param_groups[-1]["params"][number].register_hook(self)
+        parameter = optimizer.param_groups[-1]["params"][number]
+        self.is_part = is_part(parameter)
+        self._handles = [parameter.register_hook(self)]
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether there is a hook on the whole parameter, too."""
+        return len(self._handles) > 1
+
+    def hook_whole(self, whole: Any) -> None:
+        """Look at the gradient of the parameter that `fully_shard` gathers; its part gets only the sums."""
+        self._handles.append(whole.register_hook(self))
 
     def belong_to(self, optimizer: Any, number: int) -> None:
         """Assign the hook to the parameter with this number in the optimizer's newest group."""
@@ -287,10 +328,11 @@ class WatchedParameter:
             self._gradients.count(task)
             if is_profiling(self._torch):  # its rows are to show the script's operators alone
                 return
-            if self._gradients.observer is not None:
+            if self._gradients.observer is not None and not self.is_part:
                 self._gradients.observer(self, gradient)
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
+            gradient = read_local(gradient)
             if not _is_here(gradient):
                 self._note_late(gradient, task)
             elif not math.isfinite(gradient.sum().item()) and not is_finite(gradient):
@@ -318,8 +360,13 @@ class WatchedParameter:
         self._sums.nan_to_num_(0.0, 0.0, 0.0)
 
     def remove(self) -> None:
-        """Remove the hook; allowed from within it, too."""
-        self._handle.remove()
+        """Remove the hooks; allowed from within one, too."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _awaits_gather(watched: WatchedParameter) -> bool:
+    return watched.is_part and not watched.has_whole
 
 
 def _is_here(gradient: Any) -> bool:

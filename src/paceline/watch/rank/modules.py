@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.memory.modules import find_roots
-from paceline.torch_seams.saved import is_built, read_fields
+from paceline.torch_seams.saved import is_built, is_part, read_fields, read_local
 from paceline.torch_seams.watching import read_values
 
 
@@ -41,8 +41,8 @@ class Named:
 def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
     """Return all parameters of the model to which one belongs, in the order of the modules' definition.
 
-    Other kinds of tensors (DTensor) are left out, because reading them may take a collective. The result is
-    empty if no module holds the parameter.
+    Other kinds of tensors are left out, but not DTensors, of which this rank's parts are read. The result is empty
+    if no module holds the parameter.
     """
     modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and is_built(one)]
     roots = find_roots(modules)
@@ -54,13 +54,14 @@ def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
         Named(f"{path}.{own}" if path else own, type(module).__name__, weakref.ref(module))
         for path, module in model.named_modules()
         for own, tensor in module.named_parameters(recurse=False)
-        if type(tensor) in plain
+        if type(tensor) in plain or is_part(tensor)
     )
 
 
 def is_finite(tensor: Any) -> bool:
-    """Return whether all numbers of a tensor are finite; waits for the device."""
-    numbers = read_values(tensor) if tensor.is_sparse else tensor.detach()
+    """Return whether all numbers of a tensor, or of this rank's part, are finite; waits for the device."""
+    local = read_local(tensor)
+    numbers = read_values(local) if local.is_sparse else local.detach()
     return bool(numbers.isfinite().all().item())
 
 
