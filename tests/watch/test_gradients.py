@@ -482,7 +482,9 @@ def test_ranks_that_are_well_state_nothing(ranks):
     assert ranks.run(train_on_ranks, args=((-1, 0, 0), 2, False), timeout_s=TIMEOUT_S) == [None, None]
 
 
-def train_parts(world: World, kind: str, spoilt: tuple[int, int], watch: bool) -> tuple[NotFinite | None, list[Tensor]]:
+def train_parts(
+    world: World, kind: str, spoilt: tuple[int, int], watch: bool
+) -> tuple[NotFinite | None, list[Tensor]]:
     """Return what a rank finds in a model whose parameters are DTensors, and its parts of the weights."""
     gradients = Gradients()
     if watch:

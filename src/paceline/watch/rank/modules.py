@@ -41,8 +41,8 @@ class Named:
 def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
     """Return all parameters of the model to which one belongs, in the order of the modules' definition.
 
-    Other kinds of tensors are left out, but not DTensors, of which this rank's parts are read. The result is empty
-    if no module holds the parameter.
+    Other kinds of tensors are left out, but not DTensors, of which this rank's parts are read. The result is
+    empty if no module holds the parameter.
     """
     modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and is_built(one)]
     roots = find_roots(modules)
