@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 rule="Only a script has arguments; a recipe has keys.",
                 fix="Change keys of the recipe by --set.",
             )
-        job = Measured(recipe=load_recipe(args.target, args.settings))
+        job = Measured(recipe=load_recipe(args.target, args.set))
     return _scaling(job, args) if args.bench == "scaling" else _measure(job, args)
 
 
@@ -138,7 +138,7 @@ def _check_script(args: argparse.Namespace) -> None:
     """Refuse what only a recipe has."""
     from paceline.launching.rank.script import Script, check_script
 
-    flags = ["--set"] if args.settings else []
+    flags = ["--set"] if args.set else []
     flags += ["--weak"] if getattr(args, "weak", False) else []
     for flag in flags:
         raise PacelineError(

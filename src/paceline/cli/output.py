@@ -69,12 +69,15 @@ def format_rows(rows: Sequence[Sequence[str]], *, to_left: bool = False) -> str:
     )
 
 
-def add_recipe_flags(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add `--set` and `--json` of a command that takes a recipe."""
+def add_recipe_flags(parser: argparse.ArgumentParser, example: str, *, has_vocab: bool = False) -> None:
+    """Add `--set`, `--json`, and for plans `--vocab-size`, of a command that takes a recipe."""
+    if has_vocab:
+        parser.add_argument(
+            "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
+        )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
-        dest="settings",
         action="append",
         default=[],
         help=f"overrides a key of the recipe, for example {example}; may be given several times",

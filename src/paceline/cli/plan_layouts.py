@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.output import format_rows
+from paceline.cli.output import add_recipe_flags, format_rows
 from paceline.errors import PacelineError
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -68,20 +68,8 @@ def add_layouts(kinds: Any) -> None:
         "--recorded", metavar="PROFILE", type=Path,
         help="traces of `paceline profile` of the script TARGET: its step on other ranks and links",
     )  # fmt: skip
-    add_recipe_words(parser)
+    add_recipe_flags(parser, "model.layers=80", has_vocab=True)
     parser.set_defaults(run=run)
-
-
-def add_recipe_words(parser: argparse.ArgumentParser) -> None:
-    """Add what every plan of a recipe takes."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="overrides a key of the recipe, for example model.layers=80; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="token ids, if data.tokenizer is a file of your own"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:

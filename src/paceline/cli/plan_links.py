@@ -7,8 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli.output import format_rows
-from paceline.cli.plan_layouts import add_recipe_words
+from paceline.cli.output import add_recipe_flags, format_rows
 from paceline.units import format_seconds
 
 
@@ -27,7 +26,7 @@ def add_links(kinds: Any) -> None:
         help="of a step without communication, as `step_s` in the metrics of a run on one node",
     )  # fmt: skip
     parser.add_argument("--nodes", metavar="N", type=int, default=2, help="default 2")
-    add_recipe_words(parser)
+    add_recipe_flags(parser, "model.layers=80", has_vocab=True)
     parser.set_defaults(run=run)
 
 

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     remarks: list[str] = []
     sinks = ["metrics.sinks=[]"] * args.dry_run
-    recipe = load_recipe(args.recipe, [*args.settings, *sinks], remark=remarks.append)
+    recipe = load_recipe(args.recipe, [*args.set, *sinks], remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     if args.dry_run:
         folder = folder.with_name(f"{folder.name}.dry-run")

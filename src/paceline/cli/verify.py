@@ -104,9 +104,9 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Subject, Asked]:
 
     dtype = args.dtype
     if dtype == "auto":
-        own = load_recipe(args.recipe, args.settings)
+        own = load_recipe(args.recipe, args.set)
         dtype = "fp64" if own.compress.kind == "none" else own.train.dtype
-    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"], remark=print_remark)
+    recipe = load_recipe(args.recipe, [*args.set, f"train.dtype={dtype}"], remark=print_remark)
     asked = choose_layouts(recipe, args)
 
     from paceline.cli.preflight import check_memory
@@ -122,7 +122,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Subject, Asked]:
 
 
 def _read_function(args: argparse.Namespace) -> tuple[Subject, Asked]:
-    if args.all or args.settings:
+    if args.all or args.set:
         raise _flags_error(
             f"{'--all' if args.all else '--set'} with {args.recipe}.",
             "Which layouts are legal, and what can be set, follows from a recipe.",
