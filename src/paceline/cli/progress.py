@@ -28,17 +28,39 @@ def log_to_stderr(world: World) -> None:
     logger.addHandler(handler)
 
 
+class _Lines:
+    """Lines of steps with the time left, at most every 10 s."""
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._num_steps = num_steps
+        self._first: tuple[int, float] | None = None
+        self._last_line_s = 0.0
+
+    def step(self, number: int, values: Mapping[str, float], now_s: float) -> None:
+        """Print a step's line, if the last one is old enough or the run ends; `now_s` is the time."""
+        self._first = self._first or (number, now_s)
+        if number != self._num_steps and now_s - self._last_line_s < _LINE_EVERY_S:
+            return
+        self._last_line_s = now_s
+        unit = "tokens" if "tokens_per_s" in values else "samples"
+        text = f"step {number}" + (f"/{self._num_steps}" if self._num_steps else "")
+        text += f"  loss {values['loss']:.4f}  grad {values['grad_norm']:.3f}  lr {values['lr']:.2e}"
+        text += f"  {format_count(values.get(f'{unit}_per_s', 0.0))} {unit}/s"
+        num_taken = number - self._first[0]
+        if self._num_steps is not None and num_taken and number < self._num_steps:
+            left_s = (now_s - self._first[1]) / num_taken * (self._num_steps - number)
+            text += f"  {format_seconds(left_s)} left"
+        _print(text)
+
+
 class ProgressPrinter:
     """A printer of a run's progress for people; a `Reporter` of `train_recipe`."""
-
-    def __init__(self) -> None:
-        self._last_line_s = 0.0
-        self._first: tuple[int, float] | None = None
 
     def begin(
         self, *, num_parameters: int, num_steps: int, first_step: int, world: World, layout: Layout
     ) -> None:
         """Show that the run is built."""
+        self._lines = _Lines(num_steps)
         ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
         kind = world.device.type
         if layout != Layout(dp_replicate=world.world_size):
@@ -47,30 +69,14 @@ class ProgressPrinter:
 
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
         """Show a step."""
-        now_s = time.monotonic()
-        self._first = self._first or (step.number, now_s)
-        if step.number != num_steps and now_s - self._last_line_s < _LINE_EVERY_S:
-            return
-        self._last_line_s = now_s
-        unit = "tokens" if tokens_per_sample else "samples"
         rate = step.num_samples * (tokens_per_sample or 1) / max(step.step_s, 1e-9)
-        _print(
-            f"step {step.number}/{num_steps}  loss {step.loss:.4f}  grad {step.grad_norm:.3f}  "
-            f"lr {step.lr:.2e}  {format_count(rate)} {unit}/s"
-            + _describe_left(self._first, (step.number, now_s), num_steps)
-        )
+        values = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
+        values |= {"tokens_per_s" if tokens_per_sample else "samples_per_s": rate}
+        self._lines.step(step.number, values, time.monotonic())
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Show an evaluation on the validation data."""
         _print(f"step {step}: validation {evaluation}")
-
-
-def _describe_left(first: tuple[int, float], now: tuple[int, float], num_steps: int | None) -> str:
-    """Return the time left, from the numbers and times of the first step and this one; or nothing."""
-    num_taken = now[0] - first[0]
-    if num_steps is None or not num_taken or now[0] >= num_steps:
-        return ""
-    return f"  {format_seconds((now[1] - first[1]) / num_taken * (num_steps - now[0]))} left"
 
 
 def _print(text: str) -> None:
@@ -78,26 +84,16 @@ def _print(text: str) -> None:
 
 
 class ProgressSink(Sink):
-    """The sink `progress`: a line with the time left, at most every 10 s, for a loop that prints nothing."""
+    """The sink `progress`: lines with the time left, for a loop that prints nothing."""
 
     name = "progress"
 
     def begin(self, start: SinkRun) -> None:
-        self._num_steps = start.num_steps
-        self._first: tuple[int, float] | None = None
-        self._last_line_s = 0.0
+        self._lines = _Lines(start.num_steps)
 
     def step(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
-        if "loss" not in values:  # values that were logged later
-            return
-        self._first = self._first or (number, wall_s)
-        is_last = number == self._num_steps
-        if wall_s - self._last_line_s < _LINE_EVERY_S and not is_last:
-            return
-        self._last_line_s = wall_s
-        text = f"step {number}" + (f"/{self._num_steps}" if self._num_steps else "")
-        text += f"  loss {values['loss']:.4f}  {format_count(values.get('samples_per_s', 0.0))} samples/s"
-        _print(text + _describe_left(self._first, (number, wall_s), self._num_steps))
+        if "loss" in values:  # not values that were logged later
+            self._lines.step(number, values, wall_s)
 
     def evaluation(self, number: int, values: Mapping[str, float], wall_s: float) -> None:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
