@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
+from types import ModuleType
 
 # The words of gloo, NCCL and the store for a peer that has gone.
 _PEER_GONE = (
@@ -52,6 +54,17 @@ class PacelineError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # The default pickling loses keyword-only arguments, and errors are sent between processes.
         return (_rebuild, (type(self), self.code, self.saw, self.rule, self.fix))
+
+
+def import_optional(name: str, install: str, use: str) -> ModuleType:
+    """Import a library that training does not need; raise PL901, with `use` as its reason, without it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # something that it needs itself
+            raise
+        fix = f"Install it: pip install '{install}'."
+        raise PacelineError("PL901", saw=f"{name} is not installed.", rule=use, fix=fix) from None
 
 
 def _rebuild(kind: type[PacelineError], code: str, saw: str, rule: str, fix: str) -> PacelineError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from paceline.errors import PacelineError
+from paceline.errors import import_optional
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,15 +17,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    try:
-        import shtab
-    except ImportError:
-        raise PacelineError(
-            "PL901",
-            saw="shtab is not installed.",
-            rule="It writes the script from the options of all commands.",
-            fix="Install it: pip install 'paceline[completion]'",
-        ) from None
+    use = "It writes the script from the options of all commands."
+    shtab = import_optional("shtab", "paceline[completion]", use)
     from paceline.cli.main import build_parser
 
     print(shtab.complete(build_parser(), shell=args.shell))

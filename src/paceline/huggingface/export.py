@@ -16,7 +16,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.content import StoredTensor, stream_bytes
 from paceline.checkpoint.export import choose_type, exists_error, open_for_export
 from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors, tensor_bytes
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, import_optional
 from paceline.huggingface.folder import INDEX, ONE, Weight, check_folder
 from paceline.huggingface.tensor_names import to_folder
 
@@ -123,8 +123,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _build_structure(config: dict[str, Any], source: Path) -> nn.Module:
     """Build the configured model on the meta device; it must be one of transformers' own."""
-    import transformers
-
+    transformers = import_optional("transformers", "transformers", "It says which model a folder holds.")
     name = config["architectures"][0]
     kind: Any = getattr(transformers, name, None)
     if kind is None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, import_optional
 from paceline.huggingface.folder import check_folder, open_weights
 from paceline.huggingface.tensor_names import list_unused, match, to_model
 from paceline.phrases import name_some
@@ -97,12 +97,11 @@ def from_recipe(section: HfModel, vocab_size: int | None) -> Callable[[], nn.Mod
         vocab_size: token ids of the data.
 
     Raises:
-        PacelineError: PL737 for the folder; when it is built, PL942 if the data have more tokens.
+        PacelineError: PL901 without transformers, PL737 for the folder; when it is built, PL942 if the
+            data have more tokens.
     """
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
-    found = pretrained(kind, section.folder)
+    transformers = import_optional("transformers", "transformers", 'model.kind = "hf" needs it.')
+    found = pretrained(transformers.AutoModelForCausalLM, section.folder)
 
     def build() -> nn.Module:
         model: Any = found.build()

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, import_optional
 from paceline.phrases import first_line
 from paceline.profiling.rank.loop_phases import METADATA
 from paceline.profiling.rank_trace import Reducer
@@ -183,16 +183,8 @@ def decode_arguments(data: bytes) -> dict[str, Any]:
 
 def import_msgspec() -> types.ModuleType:
     """Return the module; raise PL901 if it is not installed."""
-    try:
-        import msgspec
-    except ImportError:
-        raise PacelineError(
-            "PL901",
-            saw="msgspec is not installed.",
-            rule="It reads traces, and training does not need it.",
-            fix="Install it: pip install 'paceline[profile]'.",
-        ) from None
-    return msgspec
+    use = "It reads traces, and training does not need it."
+    return import_optional("msgspec", "paceline[profile]", use)
 
 
 def _open(path: Path, stack: ExitStack) -> BinaryIO:
