@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import paceline
 from paceline.cli.main import main
 from paceline.recipe import Layout, load_recipe
 
@@ -258,7 +260,20 @@ def test_a_command_starts_accelerates_ranks(capsys: pytest.CaptureFixture[str], 
     assert main(["import", str(tmp_path / "a.yaml"), "--json"]) == 0
     (tmp_path / "ds_config").write_text(json.dumps(ZERO_3))
     assert main(["import", str(tmp_path / "ds_config")]) == 0
-    assert "\nTrainer(..., layout='offload=cpu dp_shard=auto', microbatch_size=4, " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\nTrainer(..., layout='offload=cpu dp_shard=auto', microbatch_size=4, " in shown
+    # DeepSpeed's rate rises to 3e-5 in 100 steps, and falls to 0 at step 2000.
+    words = "schedule=paceline.schedule('linear', num_steps=2000, warmup_steps=100, min_lr_ratio=0.0)"
+    assert words in shown
+    weights = [torch.nn.Parameter(torch.ones(1))]
+    optimizer = torch.optim.AdamW(weights, lr=3e-5)
+    scheduler, rates = eval(words.removeprefix("schedule="), {"paceline": paceline})(optimizer), []
+    for _ in range(2000):
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[98] == pytest.approx(3e-5)
+    assert rates[1999] == pytest.approx(0.0, abs=1e-8)
     (tmp_path / "a.json").write_text('{"a":' * 900 + "1" + "}" * 900)
     assert main(["import", str(tmp_path / "a.json")]) == 1
     with pytest.raises(SystemExit):

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, import_optional
 
 if TYPE_CHECKING:
     from paceline.recipe.foreign_configs import Imported
@@ -21,6 +21,7 @@ command that starts ranks. Exits with 1 if a key that may change results is refu
 """
 _YAML = (".yaml", ".yml")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+_SCHEDULE = ("num_steps", "warmup_steps", "min_lr_ratio")
 _RATE = {"lr": 1e-3, "weight_decay": 0.0}
 # Where a file leaves out a number, DeepSpeed's own default holds, and not that of a recipe.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -116,8 +117,12 @@ def run(args: argparse.Namespace) -> int:
         options = {name: value for name, value in table["optimizer"].items() if name in _OPTIONS}
         words = "".join(f", {name}={value!r}" for name, value in options.items())
         arguments += f", optimizer=lambda named: torch.optim.{kind}([p for _, p in named]{words})"
-    batch = found.get("train.global_batch_size")
-    loader = f"\ntrainer.loader(data, global_batch_size={batch})" if batch else ""
+        falls = {"num_steps": found.get("train.steps", "NUM_STEPS")} | table["optimizer"]
+        words = "".join(f", {name}={falls[name]}" for name in _SCHEDULE if name in falls)
+        arguments += f", schedule=paceline.schedule({falls['schedule']!r}{words})"
+    ends = [name for name in ("global_batch_size", "epochs") if f"train.{name}" in found]
+    words = "".join(f", {name}={found[f'train.{name}']}" for name in ends)
+    loader = f"\ntrainer.loader(data{words})" if "global_batch_size" in ends else ""
     print(f"\nTrainer(...{arguments}){loader}\n\n{text}" + (f"\n{command}" if command else ""))
     if refused:
         print(
@@ -282,15 +287,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise PacelineError(
-            "PL901",
-            saw="PyYAML is not installed.",
-            rule="It reads the YAML of Accelerate.",
-            fix="Install it: pip install pyyaml",
-        ) from None
+    yaml = import_optional("yaml", "pyyaml", "It reads the YAML of Accelerate.")
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has aliases, which may never end")
