@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import json
 import logging
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.sinks.feed import Feed
 from paceline.sinks.sink import Sink, SinkRun, build_sinks
 from tests.dist.pool import Pool
 
@@ -129,6 +133,29 @@ def test_a_dead_and_a_slow_sink_cost_one_warning_each(
     assert events.seen[-3:] == [("step", 4, False), ("checkpoint", 4, True), ("end",)]
 
 
+class Few(Events):
+    """A tracker that takes ten rows a second."""
+
+    name, rows_per_s = "few", 10
+
+
+def test_a_sink_with_a_limit_gets_some_rows_of_fast_steps(tmp_path: Path) -> None:
+    few, all_rows = Few(), Events()
+    feed = Feed([few, all_rows], SinkRun(tmp_path))
+    rows = [(number, {"loss": 1.0}, 0.0) for number in range(1, 161)]
+    rows[76][1]["own"] = 2.0
+    feed.send(steps=rows)
+    feed.send(steps=rows[:10])
+    feed.close()
+    numbers = [each[1] for each in few.seen if each[0] == "step"]
+    fast, slow = numbers[:-10], numbers[-10:]
+    assert {1, 77, 160} < set(fast), "the first, the last and the one with a value of its own"
+    assert len(fast) <= 12
+    assert max(after - before for before, after in itertools.pairwise(fast)) <= 16
+    assert slow == list(range(1, 11)), "all of slow steps"
+    assert [each[1] for each in all_rows.seen if each[0] == "step"] == [*range(1, 161), *range(1, 11)]
+
+
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for sinks, said in (
         ("wandbb", "sinks= has 'wandbb'"),
@@ -162,13 +189,18 @@ def scan_log(raw: bytes) -> Iterator[bytes]:
 def test_wandb_gets_the_numbers_and_nothing_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MY_TOKEN", SECRET)
+    (tmp_path / "mine").mkdir()
+    mine = wandb.init(dir=str(tmp_path / "mine"))
     with paceline.start():
         train(tmp_path, "wandb", clip_norm=3.5)
+    mine.log({"a": 1})
+    assert wandb.run is mine, "a run of the script's own goes on"
+    mine.finish()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     until_s = time.monotonic() + 30
     while b"valid/loss" not in (raw := file.read_bytes()) and time.monotonic() < until_s:
@@ -192,6 +224,31 @@ def test_wandb_gets_the_numbers_and_nothing_of_the_environment(
     assert not kinds & {"environment", "stats", "output_raw", "output"}
     sent = [path.name for path in file.parent.rglob("*") if path.is_file()]
     assert not {"requirements.txt", "wandb-metadata.json", "output.log"} & set(sent)
+
+
+def test_wandb_on_a_full_disk_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        with contextlib.suppress(OSError), (folder / "pad").open("wb", buffering=0) as pad:
+            while True:
+                pad.write(bytes(4096))
+        with caplog.at_level(logging.WARNING):
+            feed = Feed(build_sinks("wandb"), SinkRun(folder))
+            feed.send(steps=[(1, {"loss": 1.0}, 0.0)])
+            feed.close()
+        (warning,) = [each.message for each in caplog.records if "sink" in each.message]
+        assert "the sink wandb gets nothing more" in warning
+        assert "No space left" in warning
+        assert "Logging error" not in capfd.readouterr().err
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_mlflow_gets_the_numbers_and_nothing_of_the_environment(

@@ -37,7 +37,7 @@ class Feed:
         """Pass on rows of steps, the results of an evaluation or a checkpoint."""
 
         def call(sink: Sink) -> None:
-            for row in steps:
+            for row in _pick(steps, sink.rows_per_s):
                 sink.step(*row)
             if evaluation is not None:
                 sink.evaluation(*evaluation)
@@ -54,6 +54,16 @@ class Feed:
             line.put(Sink.end, is_last=True)
         for line in self._lines:
             line.join(until_s)
+
+
+def _pick(rows: Sequence[Row], limit: int | None) -> Sequence[Row]:
+    """Return about `limit` of the rows of a second, or all."""
+    stride, last = -(-len(rows) // (limit or len(rows) or 1)), len(rows) - 1
+    return [
+        row
+        for at, row in enumerate(rows)
+        if at == 0 or (last - at) % stride == 0 or row[1].keys() - rows[at - 1][1].keys()
+    ]
 
 
 class _Line:
@@ -96,8 +106,7 @@ class _Line:
         if not self._has_failed:
             self._has_failed = True
             log.warning(
-                "the sink %s gets nothing more of this start, and training continues: %s. metrics.jsonl has "
-                "all rows",
+                "the sink %s gets nothing more of this start; training and metrics.jsonl go on: %s",
                 self._name,
                 reason,
             )

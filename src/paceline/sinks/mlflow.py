@@ -29,6 +29,8 @@ class MlflowSink(Sink):
     """
 
     name = "mlflow"
+    # A row takes 0.5 ms of the interpreter, which a step of 6 ms would notice.
+    rows_per_s = 10
 
     def __init__(self, experiment: str = "Default", tracking_uri: str | None = None) -> None:
         self._experiment, self._uri = experiment, tracking_uri

@@ -60,11 +60,16 @@ class Sink:
     """A receiver of a run's metrics and events. A subclass overrides the methods that it needs.
 
     Rank 0 calls them, in one thread per sink and in the order of events, never from the thread that trains.
-    An exception is logged once, and the sink gets no further calls. A class attribute `name` tells the
-    sinks of one run apart.
+    An exception is logged once, and the sink gets no further calls.
+
+    Attributes:
+        name: tells the sinks of one run apart.
+        rows_per_s: about so many rows of steps a second. If steps are faster, rows are left out, but never
+            the first or last of a second, nor one with a name that the row before lacks. `None` for all.
     """
 
     name = ""
+    rows_per_s: int | None = None
 
     def begin(self, start: SinkRun) -> None:
         """Begin: the run is built and has resumed."""
