@@ -223,6 +223,30 @@ class Residual(nn.Module):
         return result
 
 
+class Summed(nn.Module):
+    """What tp cannot divide, and what mixes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).cumsum(1)
+
+
+class Beside(nn.Module):
+    """Two parts of a block that read the same tensor, of which tp divides one (Falcon with one key head)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.whole, self.divided = nn.LayerNorm(32), Summed(), _feed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        result: Tensor = x + self.whole(normed) + self.divided(normed)
+        return result
+
+
 class Alternating(nn.Module):
     """Layers whose residuals are outside of them."""
 
@@ -378,6 +402,7 @@ CASES: dict[str, Case] = {
         _run_ids,
         share=0.6,
     ),
+    "beside": Case(_stack(Beside), _ids, _run_ids),
     "alternating": Case(lambda: Alternating(_feed(), _feed(), _feed()), _ids, _run_ids),
     "encoder": Case(_encoder, _ids, _run_ids),
     "transformer": Case(

@@ -101,6 +101,7 @@ def test_one_head_per_rank_and_dropout(num_ranks: int) -> None:
         "own-blocks",
         "lora",
         "related",
+        "beside",
         "alternating",
     ],
 )

@@ -248,7 +248,7 @@ class _Walk:
         read = (self.stream - made).intersection(tensor for op in ops for tensor in op.inputs)
         ends = [*read, *call.outputs[:1]]
         # A rank's part of a width cannot be joined with rows of another's; and gradients of whole rows that
-        # an entry outside of the module sums would be those of other rows on each rank.
+        # an entry around the module sums would be those of other rows on each rank.
         if self._flow.cut.intersection(ends) or read & self._entered_outside(call):
             return False
         return (
@@ -265,9 +265,10 @@ class _Walk:
         """Return the tensors, and their views, whose gradients are summed at an entry outside of a module."""
         found: set[int] = set()
         for entry, at in self._entries:
-            if not f"{entry.module}.".startswith(f"{call.module}."):
+            if entry.keys and at.first <= call.first and call.last <= at.last and at is not call:
                 found.update(at.inputs[key] for key in entry.keys)
-                found.update([] if entry.keys else [at.outputs[entry.number]])
+            elif not entry.keys and not f"{entry.module}.".startswith(f"{call.module}."):
+                found.add(at.outputs[entry.number])
         for op in self._trace.ops[: call.first]:
             if is_view(op) and found.intersection(op.inputs):
                 found.update(op.outputs)
