@@ -216,6 +216,7 @@ def test_submit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (done["file"], done["submitted"]) == ("train.sbatch", "42")
     assert (folder / "submitted").read_text() == (folder / "train.sbatch").read_text() == done["text"]
     render(capsys, *words)  # replaces its own file
+    assert (folder / "train.sbatch").stat().st_mode & 0o077 == 0  # the script's arguments may be a secret
 
 
 def test_no_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,9 @@ def render(tmp_path: Path, hosts: list[str], **more: str) -> Path:
     for name, text in (("ssh", FAKE), ("show", SHOW)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    text = render_ssh(job, hosts, {"NCCL_DEBUG": "a b", "SECRET": "no", **more})
+    text = render_ssh(job, hosts, {"NCCL_DEBUG": "a b", "SECRET": "no", "HF_TOKEN": "no", **more})
     assert "SECRET" not in text
+    assert "TOKEN" not in text
     path = tmp_path / "job.sh"
     path.write_text(text.replace(sys.executable, str(tmp_path / "show")))
     return path

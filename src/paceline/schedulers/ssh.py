@@ -14,7 +14,8 @@ from paceline.reading import read_file
 from paceline.schedulers.target import MARK, Target, flag, quote
 
 _MOST_BYTES = 1 << 20
-# Variables that change what a rank does, and that ssh does not pass on.
+# Variables that change what a rank does, and that ssh does not pass on. Every user of a node can read the
+# command line that passes them, so tokens are not among them.
 _PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH")
 _PASSED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "CUDA_HOME", "HF_", "WANDB_PROJECT", "MLFLOW_TRACKING_URI")
 
@@ -83,7 +84,7 @@ def render_ssh(job: SshJob, hosts: Sequence[str], environment: Mapping[str, str]
     passed = [
         f"{key}={value}"
         for key, value in sorted(environment.items())
-        if key in _PASSED or key.startswith(_PASSED_PREFIXES)
+        if key in _PASSED or (key.startswith(_PASSED_PREFIXES) and not key.endswith("_TOKEN"))
     ]
     if job.interface:
         passed += [f"GLOO_SOCKET_IFNAME={job.interface}", f"NCCL_SOCKET_IFNAME={job.interface}"]

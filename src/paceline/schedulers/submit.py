@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,7 +30,9 @@ def write_rendered(path: Path, text: str, mark: str) -> None:
                 rule="Only a rendered file is replaced.",
                 fix="Choose another name with --file.",
             )
-        path.write_text(text, encoding="utf-8")
+        # For its owner alone, since a script's arguments may hold a password.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise PacelineError(
             "PL371",
