@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from paceline.launching.rank.own_meeting import follow_ports
-from paceline.torch_seams.meeting import RENDEZVOUS
+from paceline.launching.ending.endings import RankFailed
 from tests.launching.launched import Launched, paceline_run, script
 
 LIMIT_S = 60
@@ -43,6 +39,7 @@ def find_port() -> str:
         pytest.param(("--cold",), "torch", marks=pytest.mark.slow),
         pytest.param((), "spawn", marks=pytest.mark.slow),
         pytest.param((), "forkserver", marks=pytest.mark.slow),
+        pytest.param((), "program", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_meets_at_a_port_of_its_own(words: tuple[str, ...], kind: str, tmp_path: Path) -> None:
@@ -50,18 +47,10 @@ def test_a_script_meets_at_a_port_of_its_own(words: tuple[str, ...], kind: str, 
     assert (code, sums) == (0, ["sum 2 of 2", "sum 2 of 2"]), text
 
 
-def test_a_port_that_several_ranks_serve_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(*_: object) -> None:
-        raise RuntimeError("name: EADDRINUSE, message: address already in use")
-
-    rendezvous = SimpleNamespace(_create_c10d_store=create)
-    monkeypatch.setitem(sys.modules, RENDEZVOUS, rendezvous)  # type: ignore[arg-type]
-    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"})
-    follow_ports()
-    with pytest.raises(RuntimeError) as caught:
-        rendezvous._create_c10d_store("localhost", 12377)
-    assert "starts its own processes with --nproc-per-node 1" in caught.value.__notes__[0]
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+def test_a_port_that_several_ranks_serve_is_explained() -> None:
+    error = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local address."
+    assert "let each take its number from RANK" in str(RankFailed(1, 1, trace=error))
+    assert "RANK" not in str(RankFailed(1, 1, trace="RuntimeError: failed to listen"))
 
 
 def test_the_store_of_one_node_is_reached_from_this_machine_alone(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Meets at a port of its own, as tutorials do: `own_meeting.py env|tcp|spawn|forkserver|fork|torch PORT`."""
+"""Meets at a port of its own: `own_meeting.py env|tcp|spawn|forkserver|fork|torch|program PORT`."""
 
 import multiprocessing
 import os
+import subprocess
 import sys
 
 import torch
@@ -25,6 +26,11 @@ if __name__ == "__main__":
     kind, port = sys.argv[1:]
     if kind in ("env", "tcp"):
         work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), kind, port)
+    elif kind == "program":
+        words = [sys.executable, __file__, "env", port]
+        places = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+        programs = [subprocess.Popen(words, env=place) for place in places]
+        sys.exit(max(program.wait() for program in programs))
     elif kind == "torch":
         torch.multiprocessing.spawn(work, (2, kind, port), nprocs=2)
     else:

@@ -55,6 +55,8 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         self.signal_name = name_signal(status)
         if self.signal_name == "SIGSEGV" and _DDP_STARTS in trace:
             self.hint = f"{_DETAIL}\n{hint}".rstrip()
+        elif _PORT_TAKEN in trace:
+            self.hint = f"{_SERVES_ALONE}\n{hint}".rstrip()
         self.code = "PL330" if trace and self.signal_name is None else "PL331"
 
     @property
@@ -91,6 +93,11 @@ class PumpLost(Exception):  # noqa: N818 (named after the event)
 
 
 _DDP_STARTS = "in _ddp_init_helper"
+_PORT_TAKEN = "torch.distributed.DistNetworkError: The server socket has failed to listen"
+_SERVES_ALONE = (
+    "Rank 0 alone serves a store. If several ranks join as rank 0, let each take its number from RANK; if "
+    "the script starts its own processes, use --nproc-per-node 1; else another program has the port."
+)
 _DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash there with gloo; INFO works."
 
 

@@ -4,19 +4,22 @@ Under torchelastic, the launcher serves the store at MASTER_PORT and every rank 
 that sets another port, or whose rank calls `mp.spawn`, inherits that setting, so all of its processes would
 wait as clients at a port that nobody serves. Here the setting counts at the launcher's port alone. At any
 other port rank 0 serves the store, as in plain Python. Children by fork inherit this. Children by spawn or
-forkserver get it with the data that multiprocessing sends them.
+forkserver get it with the data that multiprocessing sends them. A program that the rank starts with another
+RANK or WORLD_SIZE is a rank of another group, and does not get the setting.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import subprocess
 from typing import Any
 
 from paceline.launching.rank.import_hook import when_imported
 from paceline.place import GIVEN_PORT
 
 _USES = "TORCHELASTIC_USE_AGENT_STORE"
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _IN_CHILD = (
     "try:\n from paceline.launching.rank.own_meeting import follow_ports\n follow_ports()\n"
     "except ImportError: pass"
@@ -29,6 +32,7 @@ def allow_own_meeting() -> None:
         os.environ[GIVEN_PORT] = os.environ.get("MASTER_PORT", "")
     follow_ports()
     when_imported("multiprocessing.spawn", _send_to_children)
+    _let_programs_meet()
 
 
 def follow_ports() -> None:
@@ -47,14 +51,6 @@ def _serve_own_port(create: Any, host: str, port: int, *args: Any, **more: Any) 
     value = os.environ.pop(_USES)
     try:
         return create(host, port, *args, **more)
-    except RuntimeError as error:  # torch's DistNetworkError is one
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        if "EADDRINUSE" in str(error) and ranks != "1":
-            error.add_note(
-                f"Each of the {ranks} ranks that the launcher started here serves port {port}, "
-                "which is free for one. Start a script that starts its own processes with --nproc-per-node 1."
-            )
-        raise
     finally:
         os.environ[_USES] = value
 
@@ -67,6 +63,19 @@ def _send_to_children(spawn: Any) -> None:
         return {**original(name), "paceline": _FollowPorts()}
 
     spawn.get_preparation_data = get_preparation_data
+
+
+def _let_programs_meet() -> None:
+    original = subprocess.Popen.__init__
+
+    @functools.wraps(original)
+    def start(self: Any, *args: Any, **more: Any) -> None:
+        env = more.get("env")
+        if env is not None and any(env.get(name) != os.environ.get(name) for name in _PLACE):
+            more["env"] = {name: value for name, value in env.items() if name != _USES}
+        original(self, *args, **more)
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
 
 
 class _FollowPorts:
