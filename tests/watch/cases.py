@@ -181,6 +181,8 @@ _DIFFERENT_ARGUMENTS = (
     _count(
         "all_to_all_experts", 2, "PL803", "all_to_all", (1,), (0,), r"rank 1 sends \d+ elements to rank 0"
     ),
+    # Of functional collectives, torch records what each rank sends and expects in all.
+    _count("all_to_all_functional", 2, "PL803", "all_to_all", (0,), (1,), r"elements in all, and expect"),
     _count("rank0_branch", 3, "PL803 PL802", "all_reduce", (0,), (1, 2), r"rank == 0"),
     _count("rank0_helper", 2, "PL803 PL802", "all_reduce", (0,), (1,), r"is_main"),
     _other("order_of_names", 2, "PL803", "all_reduce", (0,), (1,), r"\[1\]", r"\[3\]"),
@@ -212,6 +214,11 @@ _GROUPS = (
     _hang("schedule_counts", 2, "PL808", "recv", (0,), (1,), r"rank 0 has 4 and rank 1", r"n_microbatches"),
     _hang(
         "schedule_counts_in_the_middle", 3, "PL808", "recv", (0,), (1,), r"rank 1\s+has 6", r"n_microbatches"
+    ),
+    # The last stage takes what it needs, and ends.
+    _dies(
+        *("schedule_counts_first_stage", 2, "PL808", "recv", (0,), (1,), r"rank 0 has 8 and rank 1\s+has 4"),
+        is_traceless=True,
     ),
     _hang("pipeline_microbatches", 2, "PL808 PL806", "recv", (1,), (0,), r"all_reduce"),
 )

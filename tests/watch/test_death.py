@@ -189,6 +189,20 @@ def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
     assert words in failure.verdict.headline
 
 
+def test_the_closing_report_of_a_peer_shows_what_it_never_sent():
+    job, kept = Job(2), RankEnds()
+    loses_peer(job, 0, *(call(number, "recv", peer=1) for number in (1, 2, 3)))
+    job.reports[0] = replace(job.reports[0], num_microbatches=3)
+    kept.note_beat(Beat(1, NOW_S, "leaving", {}, {}, 0, is_waiting=False))
+    sent = tuple(call(number, "send", peer=0, done=True) for number in (1, 2))
+    kept.note_report(Report(1, NOW_S, "leaving", {}, sent, (), num_microbatches=2))
+    job.process(1, state="ended")
+    verdict = explain_failure(kept.add_to(job.seen, job.processes), range(2), reader("")).verdict
+    assert verdict is not None
+    assert verdict.headline.startswith("rank 1 never sent what rank 0 waits for (recv number 3 from rank 1)")
+    assert "rank 0 has 3 and rank 1 has 2" in verdict.more[0]
+
+
 def test_a_peer_that_is_just_leaving_by_an_error_has_failed():
     job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))

@@ -722,6 +722,16 @@ def test_the_line_of_a_loaders_worker_is_named() -> None:
     assert "whose worker is at `with LOCK:` (/job/train.py:6)" in explain(job, text).headline
 
 
+def test_the_branches_of_sender_and_receiver_are_no_cause_once_they_have_met() -> None:
+    text = "if rank == 0:\n    dist.send(x, 1)\nelse:\n    dist.recv(x, 0)\ndist.barrier()\n"
+    for number, is_cause in ((21, False), (1, True)):
+        job = Job(2)
+        job.waits(0, call(1, "barrier", at=[user(5, "<module>")]))
+        job.waits(1, call(number, "recv", peer=0, at=[user(4, "<module>")]))
+        clues = explain(job, text).more
+        assert any("depends on the rank" in clue for clue in clues) == is_cause
+
+
 def test_schedules_of_different_lengths_are_the_cause() -> None:
     job = Job(2)
     job.waits(0, call(4, "recv", peer=1))

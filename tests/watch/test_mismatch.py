@@ -285,6 +285,12 @@ def test_the_pair_of_an_all_to_all_is_named_with_its_sizes() -> None:
     assert verdict.code == "PL803"
     assert "rank 1 sends 3 elements to rank 2" in verdict.headline
     assert "which expects 2" in verdict.headline
+    # Of a functional one, the sums are known.
+    even, less = (call(5, "all_to_all", splits=((16,), (size,))) for size in (16, 14))
+    headline = must(judge([even], [less], [even], [even])).headline
+    assert headline.endswith("the ranks send 64 elements in all, and expect 62")
+    assert judge([even], [even], [even], [even]) is None
+    assert judge([less], [even], [even], []) is None
     # Unequal sizes are what it is for, as long as each pair agrees.
     sent = [tuple(5 * one + other for other in range(4)) for one in range(4)]
     expected = list(zip(*sent, strict=True))
@@ -298,5 +304,5 @@ def test_a_block_that_a_rank_skips_is_named_though_all_are_alike() -> None:
     its = [call(n, "all_gather", module=name) for n, name in enumerate(names[:2] + names[3:], 1)]
     verdict = must(judge(mine, its))
     assert verdict.code == "PL802"
-    assert "rank 0 calls all_gather of the parameters of blocks.2" in verdict.headline
+    assert "rank 0 calls all_gather of the parameters of module blocks.2" in verdict.headline
     assert "rank 1 left out the call of blocks.2" in verdict.more[0]

@@ -500,6 +500,14 @@ def test_names_of_other_backends(recorded, operation):
     assert (call.operation, call.dtypes, call.done) == (operation, ("bfloat16",), False)
 
 
+def test_sizes_of_an_all_to_all_without_a_window():
+    read = functools.partial(entries.build_call, groups=Groups({}, {}), windows=Windows([]))
+    assert read(entry("all_to_all", output_sizes=[[1, 3]])).splits == ((6,), (3,))
+    lists = {"input_sizes": [[2], [3]], "output_sizes": [[4], [5]]}
+    assert read(entry("all_to_all", **lists)).splits == ((2, 3), (4, 5))
+    assert read(entry("broadcast", output_sizes=[[1, 3]])).splits == ()
+
+
 def test_a_call_that_completes_after_it_was_read_is_completed_when_it_is_pushed_out(monkeypatch):
     told = {}
     monkeypatch.setattr(recorder, "read_status", lambda: told["status"])

@@ -116,9 +116,17 @@ def find_sharded_module(frame: FrameType | None) -> str:
     return ""
 
 
-def count_microbatches(schedule: Any) -> int:
-    """Return the number of microbatches of a schedule of torch's pipelines; 0 if it has no such number."""
-    return int(getattr(schedule, "_n_microbatches", 0))
+def count_microbatches(schedule: Any = None) -> int:
+    """Return the number of microbatches of a schedule of torch's pipelines; 0 if it has no such number.
+
+    Without a schedule: the number of all that this process has; 0 if it has none, or if they differ.
+    """
+    if schedule is not None:
+        return int(getattr(schedule, "_n_microbatches", 0))
+    kind: Any = getattr(sys.modules.get("torch.distributed.pipelining.schedules"), "_PipelineSchedule", None)
+    all_objects = gc.get_objects() if kind is not None else []
+    counts = {count_microbatches(thing) for thing in all_objects if issubclass(type(thing), kind)}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def list_reduced_names() -> list[list[str]]:

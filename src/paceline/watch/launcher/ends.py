@@ -50,9 +50,10 @@ class RankEnds:
             seen: the ranks of this node.
             processes: their processes, polled since.
         """
+        unknown = Report(-1, time.time(), "leaving", {}, (), ())
         ended = {rank: p for rank, p in processes.items() if p.state == "ended"}
         silent = {
-            rank: Report(rank, time.time(), "leaving", {}, (), (), issued=self._issued[rank])
+            rank: replace(self.closing.get(rank, unknown), rank=rank, issued=self._issued[rank])
             for rank in ended.keys() | self._left
             if rank in self._issued
         }

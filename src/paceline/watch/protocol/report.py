@@ -63,7 +63,8 @@ class Call:
         frames: who called it, innermost first.
         purpose: of a send or receive of a pipeline: `the gradient of microbatch 5 from stage 3 to stage 2`.
         module: whose parameters FSDP gathers or whose gradients it reduces; empty otherwise.
-        splits: of an all_to_all, the elements for each rank of the group, and those expected from each.
+        splits: of an all_to_all, the elements for each rank of the group, and those expected from each; or
+            the sum of both.
     """
 
     group: str
@@ -222,7 +223,7 @@ class Report:
         issued: by group, how many collectives; for a rank that has ended and whose calls are unknown.
         meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
         joins_as: the number under which it calls `init_process_group` now; -1 if unknown.
-        num_microbatches: of torch's pipeline schedule that it runs now; 0 without one.
+        num_microbatches: of torch's pipeline schedule that it runs now, or had at its end; 0 without one.
         num_named: how many groups torch has named by counting, among them those that this rank is not in, and
             one that it makes now; 0 where that is not known.
         made_at: by name of a group, the user's line that made it.

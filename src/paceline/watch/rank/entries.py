@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,10 +47,14 @@ def build_call(entry: FlightEntry, groups: Groups, windows: Windows) -> Call:
         windows: which thread was in which wrapper, and when.
     """
     window = _find_window(entry, windows)
+    operation, splits = (entry.operation, ()) if window is None else (window.operation, window.splits)
+    if operation == "all_to_all" and not splits:  # a list with a tensor for each rank, or a functional one
+        both = [entry.raw.get(name, ()) for name in ("input_sizes", "output_sizes")]
+        splits = tuple(tuple(map(math.prod, sizes)) for sizes in both if sizes)
     return Call(
         group=groups.name_sequence(entry),
         number=entry.number,
-        operation=entry.operation if window is None else window.operation,
+        operation=operation,
         sizes=tuple(tuple(size) for size in entry.raw.get("input_sizes", ())),
         dtypes=tuple(_DTYPES.get(name, name.lower()) for name in entry.raw.get("input_dtypes", ())),
         reduce_op=None if window is None else name_reduce_op(window.op),
@@ -58,7 +63,7 @@ def build_call(entry: FlightEntry, groups: Groups, windows: Windows) -> Call:
         began_s=entry.created_ns / 1e9,
         frames=_build_frames(entry.raw.get("frames", ())),
         module="" if window is None else window.module,
-        splits=() if window is None else window.splits,
+        splits=splits,
     )
 
 

@@ -34,7 +34,7 @@ from paceline.own_code import is_own
 from paceline.phrases import join
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.profiling import load_annotations
-from paceline.torch_seams.watching import find_world, list_reduced_names
+from paceline.torch_seams.watching import count_microbatches, find_world, list_reduced_names
 from paceline.watch.protocol.report import (
     WATCHING_THREAD,
     Beat,
@@ -363,7 +363,8 @@ class WatchedProcess:
         with self._work:
             is_known = not self._is_over and _C10D in sys.modules
             groups, calls = self._read_calls(is_known, is_full=True, has_destroyed=True)
-        return Report(self._rank, time.time(), "leaving", groups, calls, ())
+        number = count_microbatches()
+        return Report(self._rank, time.time(), "leaving", groups, calls, (), num_microbatches=number)
 
     def _make_last_report(self, last: Ending, frames: tuple[Frame, ...]) -> Report:
         # With a limit: the thread that holds it may be what ends the process.
@@ -373,7 +374,10 @@ class WatchedProcess:
         if has_lock:
             self._work.release()
         stacks = (Stack("MainThread", frames),)
-        return Report(self._rank, time.time(), "leaving", groups, calls, stacks, last)
+        number = count_microbatches()
+        return Report(
+            self._rank, time.time(), "leaving", groups, calls, stacks, last, num_microbatches=number
+        )
 
     def _read_calls(self, is_known: bool, **which: bool) -> tuple[dict[str, Group], tuple[Call, ...]]:
         """Return the groups and their calls; none if torch has changed what is read."""

@@ -43,7 +43,9 @@ class Side:
         return name_ranks(self.ranks)
 
 
-def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = False) -> list[str]:
+def list_clues(
+    here: Side, there: Side, source: Source, *, is_apart: bool = False, is_usual: bool = False
+) -> list[str]:
     """Return sentences on why ranks took different ways, the likeliest first.
 
     Args:
@@ -51,8 +53,9 @@ def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = Fals
         there: ranks that they wait for.
         source: the code.
         is_apart: whether each side has called what the other has not, so that neither is merely behind.
+        is_usual: whether they have been apart at these lines before, as ranks that send and receive are.
     """
-    clues = explain_condition([here.frames, there.frames], source)
+    clues = [] if is_usual else explain_condition([here.frames, there.frames], source)
     clues += _explain_handler(here, there, source)
     clues += _explain_shift(here, there)
     is_past = is_apart or _is_later(there, here)

@@ -256,8 +256,10 @@ def _list_clues(waiters: Sequence[State], missing: Sequence[State], seen: Seen, 
     here, there = _to_side(waiters, seen, group), _to_side(missing, seen, group)
     if waiters[0].kind == "joining":
         return explain_joining(here, there, source)
+    calls = [state.call for state in (*waiters[:1], *missing[:1]) if state.call is not None]
+    is_usual = any(is_pairwise(call) and call.number > 1 for call in calls)
     # If the waiting ranks' lines show nothing, the other rank's way to its exit may.
-    return list_clues(here, there, source) or (
+    return list_clues(here, there, source, is_usual=is_usual) or (
         list_clues(there, here, source) if there.has_ended and there.frames else []
     )
 

@@ -97,7 +97,7 @@ def find_mismatch(
         for _, by_rank in sorted(by_number.items()):
             known = {rank: c for rank, c in sorted(by_rank.items()) if members is None or rank in members}
             code = _compare(known, calls, SIZES_NEVER_DIFFER if is_running else _EQUAL_SIZES)
-            if code is None and find_split(known, members or sorted(calls)) is not None:
+            if code is None and find_split(known, members or sorted(calls)):
                 code = "PL803"
             if code is not None:
                 found.append((min(call.began_s for call in known.values()), code, known))
@@ -110,8 +110,8 @@ def find_mismatch(
     group = groups.get(name)
     lines = {rank: list_lines(issued, name) for rank, issued in calls.items()}
     split = find_split(by_rank, group.ranks if group is not None and group.ranks else sorted(calls))
-    if code == "PL803" and split is not None:
-        return _explain_split(by_rank, name_group(group, name, len(calls)), *split)
+    if code == "PL803" and split:
+        return _explain_split(by_rank, name_group(group, name, len(calls)), split)
     return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source), lines)
 
 
@@ -166,26 +166,27 @@ def _compare(
     return code
 
 
-def find_split(by_rank: Mapping[int, Call], members: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """Return a pair of an all_to_all that differs: who sends, to whom, how much, and what is expected."""
+def find_split(by_rank: Mapping[int, Call], members: Sequence[int]) -> str:
+    """Return what ranks of an all_to_all send that is not expected; empty if all is as far as is known.
+
+    Of functional collectives, only what a rank sends and expects in all is known.
+    """
     known = {rank: call.splits for rank, call in by_rank.items() if len(call.splits) == 2}
     for one, (sent, _) in known.items():
         for other, (_, expected) in known.items():
             if len(sent) == len(expected) == len(members) and {one, other} <= set(members):
                 gives, takes = sent[members.index(other)], expected[members.index(one)]
                 if gives != takes:
-                    return one, other, gives, takes
-    return None
+                    sends = f"rank {one} sends {gives} elements to rank {other}{_at(by_rank[one])}"
+                    return f"{sends}, which expects {takes}{_at(by_rank[other])}"
+    sums = [sum(sum(splits[way]) for splits in known.values()) for way in range(2)]
+    is_even = sums[0] == sums[1] or known.keys() != set(members)
+    return "" if is_even else f"the ranks send {sums[0]} elements in all, and expect {sums[1]}"
 
 
-def _explain_split(
-    by_rank: Mapping[int, Call], group: str, one: int, other: int, gives: int, takes: int
-) -> Verdict:
-    first, second = by_rank[one], by_rank[other]
-    headline = (
-        f"different sizes in {first.operation} number {first.number} of {group}: rank {one} sends {gives} "
-        f"elements to rank {other}{_at(first)}, which expects {takes}{_at(second)}"
-    )
+def _explain_split(by_rank: Mapping[int, Call], group: str, split: str) -> Verdict:
+    first = next(iter(by_rank.values()))
+    headline = f"different sizes in {first.operation} number {first.number} of {group}: {split}"
     places = [
         SharedPlace(
             (rank,),
@@ -312,7 +313,7 @@ def _name_part(ranks: Sequence[int], call: Call, code: str) -> str:
     if detail is not None:
         return f"{name_ranks(ranks)} {pick(ranks, 'gives', 'give')} {detail}{where}"
     root = f" with root {call.peer}" if call.peer is not None else ""
-    module = f" of the parameters of {call.module}" if call.module else ""
+    module = f" of the parameters of module {call.module}" if call.module else ""
     return f"{name_ranks(ranks)} {verb} {call.operation}{module}{root}{where}"
 
 
