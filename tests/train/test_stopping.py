@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,8 @@ class SlowSamples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.ones(3)
 
 
-def evaluate(world: Any, folder: str, asked_rank: int) -> tuple[int, str, bool, int, bool]:
-    """Get a signal in an evaluation; return how it ended, and whether the model trains and numbers go on."""
+def evaluate(world: Any, folder: str, asked_rank: int, way: str) -> tuple[int, str, bool, int, bool]:
+    """Get a signal after a step; return how it ended, and whether the model trains and numbers go on."""
     trainer = Trainer(
         nn.Linear(3, 1),
         loss=lambda output, batch: (output.sum(), len(output)),
@@ -194,19 +194,27 @@ def evaluate(world: Any, folder: str, asked_rank: int) -> tuple[int, str, bool, 
     for batch in trainer.loader(torch.ones(8, 3), global_batch_size=4):  # type: ignore[arg-type]
         trainer.step(batch)
     before = torch.get_rng_state()
+    ways: dict[str, Callable[[], Any]] = {
+        "evaluate": lambda: trainer.evaluate(valid),
+        "loop": lambda: list(valid),
+        "work": lambda: [(trainer.leave_if_asked(), slow[number]) for number in range(600)],
+    }
     with pytest.raises(Stopped) as stopped:
-        trainer.evaluate(valid)
+        ways[way]()
     same = torch.equal(before, torch.get_rng_state())
     trainer.close()
     assert stopped.value.saved is not None
     return stopped.value.step, Path(stopped.value.saved).name, trainer.model.training, slow.num_read, same
 
 
-@pytest.mark.parametrize(("nproc", "asked_rank"), [(2, 1), (1, 0)])
-def test_an_evaluation_ends_and_its_step_is_saved(
-    ranks: Pool, tmp_path: Path, nproc: int, asked_rank: int
+@pytest.mark.parametrize(
+    ("nproc", "asked_rank", "way"),
+    [(2, 1, "evaluate"), (1, 0, "evaluate"), (2, 1, "loop"), (2, 0, "work"), (1, 0, "work")],
+)
+def test_long_work_ends_and_the_step_before_is_saved(
+    ranks: Pool, tmp_path: Path, nproc: int, asked_rank: int, way: str
 ) -> None:
-    found = ranks.run(evaluate, nproc=nproc, args=(str(tmp_path / "run"), asked_rank))
+    found = ranks.run(evaluate, nproc=nproc, args=(str(tmp_path / "run"), asked_rank, way))
     assert [each[:3] for each in found] == [(2, "step-00000002", True)] * nproc
     assert len({each[3] for each in found}) == 1, "all ranks leave before the same batch"
     assert all(each[3] < 300 and each[4] for each in found)

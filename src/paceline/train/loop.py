@@ -243,7 +243,7 @@ class Loop(Training[LoopStep]):
 
     def open(self, share: Share, *, is_numbered: bool = False) -> LoopStep:
         """Return the next step, of a share of a global batch."""
-        self.leave_if_asked()
+        self.leave()
         self._saver.check_complete()
         self._step = LoopStep(self, share, is_numbered=is_numbered)
         return self._step

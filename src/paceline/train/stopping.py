@@ -22,6 +22,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SAME_REQUEST_S = 1.0
 # How often work between steps asks whether to stop; launchers give ranks several seconds to end.
 _CHECK_S = 1.0
+# In training, the loader and the loop itself may ask after each step, and need not wait for other ranks.
+_USUAL_CALLS = 3
 
 
 class Stopped(SystemExit):
@@ -58,6 +60,7 @@ class StopRequests:
         self.signum = 0
         self._since_s = 0.0
         self._previous: dict[int, Any] = {}
+        self._rest: tuple[int, StopChecks] | None = None
 
     def install(self) -> None:
         """Handle the signals unless the user's code does; only possible in the main thread."""
@@ -69,6 +72,16 @@ class StopRequests:
             if is_free or _is_torchelastic(handler):
                 self._previous[signum] = handler
                 signal.signal(signum, self._note)
+
+    def check_rest(self, step: int, device: torch.device, mesh: object) -> int:
+        """Return the signal that some rank has received, in long work after a step (`StopChecks`); else 0."""
+        if self._rest is None or self._rest[0] != step:
+            self._rest = step, StopChecks(self, device, is_alone=mesh is None, first=_USUAL_CALLS)
+        try:
+            self._rest[1].check()
+        except AskedToStopError as asked:
+            return asked.signum
+        return 0
 
     def remove(self) -> None:
         """Restore the previous signal handlers."""
@@ -102,20 +115,23 @@ class AskedToStopError(Exception):
 class StopChecks:
     """Checks for stop signals in long work between steps, which all ranks do in as many pieces.
 
-    A check is a collective. The first comes after the first piece; its result, the same on all ranks, holds
+    A check is a collective. The first comes after the first pieces; its result, the same on all ranks, holds
     how many pieces the slowest rank does in a second, and so which piece the next one comes after.
 
     Args:
         requests: the signals of this rank.
         device: for the collective.
         is_alone: whether there are no other ranks.
+        first: after which piece the first check comes.
     """
 
-    def __init__(self, requests: StopRequests, device: torch.device, *, is_alone: bool) -> None:
+    def __init__(
+        self, requests: StopRequests, device: torch.device, *, is_alone: bool, first: int = 1
+    ) -> None:
         requests.install()
         self._requests, self._device, self._is_alone = requests, device, is_alone
         self._begin_s = time.monotonic()
-        self._num_pieces, self._next = -1, 1
+        self._num_pieces, self._next = -1, first
 
     def check(self) -> None:
         """Raise `AskedToStopError` if some rank was asked to stop; called before each piece; collective."""

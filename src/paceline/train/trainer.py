@@ -187,7 +187,7 @@ class Trainer(Training[Share]):
                 PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
         # At the begin: its checkpoint has what the loop did after the last step.
-        self.leave_if_asked()
+        self.leave()
         self._saver.check_complete()
         if isinstance(batch, Share):
             share = batch
@@ -254,7 +254,7 @@ class Trainer(Training[Share]):
         trained = self._updates["model"].trained
         yield from self._apply(loader, ((row, unpack(message, trained)) for row, message in updates))
         self._note_stop(workers.stop_signum)
-        self.leave_if_asked()
+        self.leave()
 
     def replay_updates(self, loader: TrainerLoader[Share], updates: Sequence[UpdateRow]) -> Iterator[Step]:
         """Yield the steps of a record again, with the same bits on any number of ranks; collective.
@@ -285,7 +285,7 @@ class Trainer(Training[Share]):
 
     def _begin_updates(self, loader: TrainerLoader[Share]) -> Callable[[int], Pushed]:
         """Check what ranks must have alike; return what computes the gradient of a batch alone."""
-        self.leave_if_asked()
+        self.leave()
         self._saver.check_complete()
         objective, first = self._objective(), next(iter(loader))
         self._phases.probe("model", objective, first)

@@ -124,9 +124,9 @@ class Training(TrainedModels, Generic[Handed]):
         trial: Callable[[nn.Module], Any] | None = None
         learn_mapping(example)
         if example is not None:
-            trial = partial(self._try_forward, batch=example)
+            trial = partial(self._try, self._forward, batch=example)
             if loss is not None:
-                trial = Trial(trial, partial(self._try_loss, batch=example))
+                trial = Trial(trial, partial(self._try, loss, batch=example))
         laying_out = self._lay_out(trial)
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
         if placed is not None:
@@ -527,16 +527,21 @@ class Training(TrainedModels, Generic[Handed]):
             with self._memory.explained(None), self._whole_islands():
                 yield
         except AskedToStopError as asked:
-            self._stop_signum = asked.signum
-            self.leave_if_asked()
+            self.leave(asked.signum)
             raise
 
     def leave_if_asked(self) -> None:
-        """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
+        """Save and raise `Stopped` if some rank was asked to stop; collective.
 
-        Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
-        example an average of weights.
+        Call it equally often on all ranks in long work of your own between steps. Loaders call it before
+        every batch, so the checkpoint has what the loop does after a step, such as an average of weights.
         """
+        self.end_step()
+        self.leave(self._requests.check_rest(self.step_number, self.world.device, self._mesh))
+
+    def leave(self, signum: int = 0) -> None:
+        """Save and raise `Stopped` if ranks have agreed on a signal, now or in the last step; collective."""
+        self._stop_signum = self._stop_signum or signum
         refuse_in_pass("another step")
         self.end_step()
         refuse_averaged(self.averages.values())
@@ -590,11 +595,6 @@ class Training(TrainedModels, Generic[Handed]):
         refuse_averaged(self.averages.values())
         refuse_saving(in_step=self._is_in_step, went_apart=self._went_apart)
 
-    def _try_forward(self, model: nn.Module, batch: Any) -> Any:
+    def _try(self, call: Callable[[Any, Any], Any], given: Any, batch: Any) -> Any:
         with self._precision.autocast():
-            return self._forward(model, self._precision.place_batch(cut_batch(batch)))
-
-    def _try_loss(self, output: Any, batch: Any) -> Any:
-        assert self._loss is not None
-        with self._precision.autocast():
-            return self._loss(output, self._precision.place_batch(cut_batch(batch)))
+            return call(given, self._precision.place_batch(cut_batch(batch)))
