@@ -94,6 +94,11 @@ def test_a_busy_machine_delays_everybody(late: dict[int, tuple[str, int]]) -> No
         assert sum([(b.rank, b.phase) for b in blames] == [(1, FORWARD)] for blames in found) >= 57
 
 
+def test_a_rank_that_is_slow_in_all_phases_by_chance_is_named() -> None:
+    found = [analyse(simulate(2, 12, spread=(1, 60 * MS), seed=seed)).blames for seed in range(40)]
+    assert all(blames and {blame.rank for blame in blames} == {1} for blames in found)
+
+
 def test_cores_are_measured_between_instants() -> None:
     cores = CoreTime(np.array([[1000, 50, 7], [1100, 90, 57], [1200, 190, 57]]))
     assert cores.measure_run(1050, 1150) == 20 + 50

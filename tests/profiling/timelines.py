@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -86,6 +87,7 @@ def simulate(
     num_steps: int,
     *,
     late: dict[int, tuple[str, int]] | None = None,
+    spread: tuple[int, int] = (-1, 0),
     seed: int = 0,
     jitter_ns: int = MS // 10,
 ) -> list[RankTrace]:
@@ -94,6 +96,7 @@ def simulate(
     Args:
         num_ranks, num_steps: size of the job.
         late: by rank, a phase and the nanoseconds that it takes longer there, in every step.
+        spread: a rank, and the nanoseconds that it takes longer in every step, in its phases by chance.
         seed: of the jitter.
         jitter_ns: the most that a phase takes longer by chance.
     """
@@ -109,10 +112,15 @@ def simulate(
     for number in range(1, num_steps + 1):
         begin, issued = dict(now), {}
         for rank in range(num_ranks):
+            cuts = sorted((0.0, 1.0, *((random.random(), random.random()) if rank == spread[0] else ())))
+            parts = [second - first for first, second in pairwise(cuts)]
+            more = dict(zip((DATA, FORWARD, BACKWARD), parts, strict=False))
             for phase in (DATA, FORWARD, BACKWARD):
                 duration = length[phase] + random.randint(0, jitter_ns)
                 if rank in late and late[rank][0] == phase:
                     duration += late[rank][1]
+                if rank == spread[0]:
+                    duration += round(more[phase] * spread[1])
                 spans[rank][phase].append((now[rank], now[rank] + duration))
                 if phase != DATA:
                     computed[rank].append((now[rank], now[rank] + duration))

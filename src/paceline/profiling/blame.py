@@ -260,25 +260,36 @@ def _choose(
     num_ranks: int,
 ) -> tuple[Blame, ...]:
     cost = {key: {step: max(by.values()) for step, by in steps.items()} for key, steps in lost.items()}
-    found = []
+    net: dict[tuple[int, str], list[float]] = {}
     for (rank, phase), steps in cost.items():
-        if phase == WAITING or num_ranks < 2:
-            continue
         others = [own for (other, same), own in cost.items() if same == phase and other != rank]
-        net = [
-            steps.get(step, 0) - sum(own.get(step, 0) for own in others) / (num_ranks - 1) for step in numbers
-        ]
+        if phase != WAITING and num_ranks > 1:
+            net[rank, phase] = [
+                steps.get(step, 0) - sum(own.get(step, 0) for own in others) / (num_ranks - 1)
+                for step in numbers
+            ]
+    found = []
+    for (rank, phase), by_step in net.items():
+        steps = cost[rank, phase]
         late = [step for step, lost_ns in steps.items() if lost_ns >= _LEAST_SHARE_OF_STEP * mean_ns]
-        if fmean(net) < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * len(numbers):
+        if fmean(by_step) < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * len(numbers):
             continue
-        least = _LEAST_CORE_ERRORS if phase == CORE else _LEAST_ERRORS
-        if len(net) > 1 and fmean(net) < least * find_error(net):
+        # What slows all phases of a rank, such as a thread with Python's lock, is in each of them by chance.
+        own = {same: times for (other, same), times in net.items() if other == rank and same != CORE}
+        whole = [sum(times) for times in zip(*own.values(), strict=True)]
+        is_largest = phase in own and by_step is max(own.values(), key=sum)
+        if not (_is_certain(by_step, phase) or (is_largest and _is_certain(whole, phase))):
             continue
         waiters = tuple(sorted({waiter for by in lost[rank, phase].values() for waiter in by}))
         lost_ns = round(sum(steps.values()) / len(numbers))
         gain_ns = _find_gain(lost[rank, phase], gained[rank, phase], len(numbers))
         found.append(Blame(rank, phase, lost_ns, lost_ns / mean_ns, len(late), waiters, gain_ns))
     return tuple(sorted(found, key=lambda blame: -blame.lost_ns))
+
+
+def _is_certain(values: Sequence[float], phase: str) -> bool:
+    least = _LEAST_CORE_ERRORS if phase == CORE else _LEAST_ERRORS
+    return len(values) < 2 or fmean(values) >= least * find_error(values)
 
 
 def find_error(values: Sequence[float]) -> float:
