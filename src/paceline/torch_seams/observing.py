@@ -21,6 +21,7 @@ _MEAN = 1  # torch's number for reduction="mean"
 _MANY_FRAMES = 64
 _OBSERVED = (
     ("forward", "nn.parallel.DistributedDataParallel", "_pre_forward"),
+    ("sharded_forward", "distributed.fsdp._fully_shard._fsdp_state.FSDPState", "_root_pre_forward"),
     ("batch", "utils.data.dataloader._BaseDataLoaderIter", "__next__"),
     ("order", "utils.data.distributed.DistributedSampler", "__iter__"),
     ("save", "serialization._open_zipfile_writer_file", "__init__"),
@@ -78,6 +79,25 @@ def find_gathering() -> tuple[Any, str] | None:
     records = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
     owner = getattr(records, "FSDPParam", None)
     return (owner, "init_unsharded_param") if hasattr(owner, "init_unsharded_param") else None
+
+
+def find_sample_ranks(state: Any) -> tuple[int, ...]:
+    """Return the ranks that must have samples of their own in this forward of a model of `fully_shard`.
+
+    These are all ranks, if each of its parameters is sharded over (or copied on) all of them. None are
+    returned where another axis may give ranks the same samples, and for modules inside of the model.
+    """
+    context, group = state._state_ctx, read_default_group()
+    if context.iter_forward_root is not state or group is None:
+        return ()
+    groups = [each for one in context.all_states for each in _list_groups(one)]
+    sizes = {each.mesh_info.mesh.size() for each in groups}
+    return group[1] if sizes == {len(group[1])} else ()
+
+
+def _list_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
 
 
 def list_replicated(ddp: Any) -> list[Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 from tests.watch.sentinels.parts import (
     NUM,
@@ -21,6 +22,7 @@ from tests.watch.sentinels.parts import (
     average_gradients,
     average_weights,
     ddp,
+    fully_sharded,
     loss_of,
     make_data,
     mlp,
@@ -46,6 +48,36 @@ def healthy(design: Design) -> Design:
 def plain() -> None:
     model = ddp()
     train(model, sgd(model))
+
+
+@healthy
+def fully_sharded_with_a_sampler() -> None:
+    model = fully_sharded()
+    train(model, sgd(model))
+
+
+@healthy
+def sums_of_shards_once_per_step() -> None:
+    model = fully_sharded()
+    optimizer = sgd(model)
+    sampler, loader = sharded()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for i, (x, y) in enumerate(loader):
+            model.set_requires_gradient_sync(i % 4 == 3)
+            (loss_of(model, x, y) / 4).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=epoch > 0)
+
+
+@healthy
+def same_samples_in_a_tensor_group() -> None:
+    """Pairs of ranks have the same samples because they are parts of one copy."""
+    mesh = init_device_mesh("cpu", (world() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_sharded(mesh["dp"])
+    sampler = DistributedSampler(make_data(), world() // 2, rank() // 2, shuffle=False)
+    train(model, sgd(model), loader=DataLoader(make_data(), batch_size=SIZE, sampler=sampler))
 
 
 @healthy
@@ -612,7 +644,6 @@ def fsdp() -> None:
 
 @healthy
 def tensor_parallel() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (world(),))

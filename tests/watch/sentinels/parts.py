@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -38,6 +39,13 @@ def mlp(out: int = 10, seed: int = 0) -> nn.Sequential:
 
 def ddp(model: nn.Module | None = None, **settings: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model if model is not None else mlp(), **settings)
+
+
+def fully_sharded(mesh: Any = None) -> Any:
+    model = mlp()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:

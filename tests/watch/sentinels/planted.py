@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, random_split
 
@@ -18,6 +20,7 @@ from tests.watch.sentinels.parts import (
     Design,
     average_gradients,
     ddp,
+    fully_sharded,
     loss_of,
     make_data,
     mlp,
@@ -67,6 +70,36 @@ def never_cleared_alone() -> None:
         loss_of(model, x, y).backward()
         average_gradients(model)
         optimizer.step()
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def never_cleared_under_shards() -> None:
+    model = fully_sharded()
+    optimizer = sgd(model, 0.001)
+    for x, y in two_epochs():
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@planted("PL030", "loss_of(model, x, y).backward()")
+def never_cleared_in_a_tensor_group() -> None:
+    mesh = init_device_mesh("cpu", (world(),))
+    model = parallelize_module(mlp(16), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = sgd(model, 0.001)
+    for x, y in DataLoader(make_data(), batch_size=SIZE):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+
+@planted("PL031", "loss_of(model, x, y).backward()")
+def not_divided_under_shards() -> None:
+    model = fully_sharded()
+    optimizer = sgd(model, 0.001)
+    for i, (x, y) in enumerate(two_epochs()):
+        loss_of(model, x, y).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @planted("PL030", "loss_of(model, x, y).backward()")
@@ -320,6 +353,12 @@ def whole_stream() -> None:
 
     model = ddp()
     train(model, sgd(model), loader=DataLoader(Stream(), batch_size=SIZE))
+
+
+@planted("PL020", "functional.cross_entropy(model(x), y)")
+def no_sampler_under_shards() -> None:
+    model = fully_sharded()
+    train(model, sgd(model), loader=DataLoader(make_data(), batch_size=SIZE, shuffle=True))
 
 
 @planted("PL059", "functional.cross_entropy(model(x), y)")

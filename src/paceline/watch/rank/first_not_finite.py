@@ -328,7 +328,7 @@ class WatchedParameter:
             self._gradients.count(task)
             if is_profiling(self._torch):  # its rows are to show the script's operators alone
                 return
-            if self._gradients.observer is not None and not self.is_part:
+            if self._gradients.observer is not None:
                 self._gradients.observer(self, gradient)
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.torch_seams.observing import (
+    find_sample_ranks,
     has_exchange,
     has_own_exchange,
     list_replicated,
@@ -121,7 +122,7 @@ class ReplicatedModels:
             return
         model = self._models.get(ddp) or self._meet(ddp)
         model.forwards += 1
-        self._note_input(ddp, model, inputs)
+        self._note_input(self._name_event(ddp, model), model, inputs)
         if model.forwards & (model.forwards - 1):  # 1, 2, 4, 8 ...
             return
         parameters = list_replicated(ddp)
@@ -148,6 +149,17 @@ class ReplicatedModels:
         model.written = {id(one): count_writes(one) for one in chosen[: len(watched)]}
         model.event = self._name_event(ddp, model)
         model.steps = 0
+
+    def before_sharded_forward(self, state: Any, module: Any, inputs: Iterable[Any]) -> None:
+        """Take note of the samples of a model of `fully_shard`, which has no copies to compare."""
+        ranks = find_sample_ranks(state)
+        if not ranks or not module.training or not self._torch.is_grad_enabled():
+            return
+        model = self._models.get(state)
+        if model is None:
+            self._met["sharded"] += 1
+            model = self._models[state] = ReplicatedModel(f"sharded/{self._met['sharded']}", ranks)
+        self._note_input(f"{model.name} {self._gradients.passes}", model, inputs)
 
     def after_pass(self, done: BackwardPass, touched: list[HeldGradient]) -> None:
         """Send the look of a model whose backward has ended."""
@@ -241,7 +253,7 @@ class ReplicatedModels:
             return int(held.written)
         return model.written.get(id(parameter), -1)
 
-    def _note_input(self, ddp: Any, model: ReplicatedModel, inputs: Iterable[Any]) -> None:
+    def _note_input(self, event: str, model: ReplicatedModel, inputs: Iterable[Any]) -> None:
         given = list(inputs)
         tensors = [one for one in given if isinstance(one, self._torch.Tensor) and one.dim() and len(one)]
         if not tensors:
@@ -257,10 +269,11 @@ class ReplicatedModels:
             return
         model.rows.append(rows)
         if len(model.rows) in _NUM_BATCHES:
-            event = f"{self._name_event(ddp, model)} {len(model.rows)}"
             values = {"batches": list(model.rows), "is_split": self._orders.has_split}
             marks = mark_stack(sys._getframe(2))
-            self._outbox.put("batches", event, model.ranks, self._gradients.passes, marks, values)
+            self._outbox.put(
+                "batches", f"{event} {len(model.rows)}", model.ranks, self._gradients.passes, marks, values
+            )
 
 
 def _read_settings(group: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.torch_seams.observing import has_other_hooks, is_mean
+from paceline.torch_seams.saved import read_local
 from paceline.torch_seams.watching import call_after_backward, count_writes
 from paceline.watch.rank.first_not_finite import Gradients, WatchedParameter
 from paceline.watch.rank.sentinels.numbers import Sample, take_sample
@@ -77,12 +78,18 @@ class HeldGradient:
         """The parameter; None once its optimizer was deleted."""
         return self.watched.find()
 
+    @property
+    def gradient(self) -> Any:
+        """This rank's part of the gradient that is there; None without one."""
+        parameter = self.parameter
+        return None if parameter is None or parameter.grad is None else read_local(parameter.grad)
+
     def identify(self) -> tuple[int, int] | None:
         """Return the gradient's memory and version; None without a gradient."""
-        parameter = self.parameter
-        if parameter is None or parameter.grad is None or parameter.grad.is_sparse:
+        gradient = self.gradient
+        if gradient is None or gradient.is_sparse:
             return None
-        return parameter.grad.data_ptr(), count_writes(parameter.grad)
+        return gradient.data_ptr(), count_writes(gradient)
 
 
 class Passes:
@@ -140,10 +147,11 @@ class Passes:
         number = self._gradients.passes
         if number not in self._passes:
             self._begin(number, parameter)
-        before = parameter.grad
+        before = held.gradient
         held.was_clear = before is None
         if before is None or (held.identify() != held.after_pass and before.is_cpu and not before.any()):
-            held.dropped += held.passes
+            # Gradients that `fully_shard` has not summed yet are elsewhere.
+            held.dropped += [] if watched.has_whole and before is None else held.passes
             held.passes, held.stale, held.after_step, held.was_clear = [], None, None, True
         elif held.after_step is not None:
             # Its values, because `grad.data.zero_()` leaves the version as it was.
@@ -173,7 +181,7 @@ class Passes:
             for held in touched:
                 held.after_pass = held.identify()
                 if held.dropped:
-                    held.latest = take_sample(self._torch, [held.parameter.grad])
+                    held.latest = take_sample(self._torch, [held.gradient])
             self._after(self._passes[self._gradients.passes], touched)
         except Exception:  # the script's backward goes on
             self.forget()
@@ -216,15 +224,15 @@ class Passes:
         if num_stale < _NUM_WINDOWS and len(passes) == 1 and not dropped:
             return
         last = [{**one, "stale": None} for one in list(windows)[-_NUM_WINDOWS:]]
-        gradients = [held.parameter.grad for held in mine]
+        gradients = [held.gradient for held in mine]
         values = {
             "stale": num_stale,
             "of": len(windows),
             "windows": last,
             "latest": [held.latest for held in mine if held.latest is not None],
-            "used": [take_sample(self._torch, [held.parameter.grad]) for held in mine if held.latest],
+            "used": [take_sample(self._torch, [held.gradient]) for held in mine if held.latest],
             "sums": take_sample(self._torch, [one for one in gradients if one is not None]),
-            "weights": take_sample(self._torch, [held.parameter for held in mine]),
+            "weights": take_sample(self._torch, [read_local(held.parameter) for held in mine]),
         }
         self._outbox.put("window", event, ranks, self._gradients.passes, passes[-1].marks, values)
 
@@ -236,7 +244,7 @@ class Passes:
         for held in self.list_held(optimizer):
             held.passes, held.dropped, held.stale, held.latest = [], [], None, None
             held.after_step = held.identify()
-            held.written = count_writes(held.parameter)
+            held.written = count_writes(read_local(held.parameter))
 
 
 def _is_stale(samples: list[Sample | None]) -> bool:

@@ -116,9 +116,13 @@ class Sentinels:
     def _begin_look(self) -> None:
         self._gradients.observer = self._note_gradient
         places = list_observed(self._torch)
-        for name, before in (("forward", self._before_forward), ("batch", self._before_batch)):
+        for name, before, after in (
+            ("forward", self._guard(self._before_forward), None),
+            ("sharded_forward", None, self._guard(self._in_sharded_forward)),
+            ("batch", self._guard(self._before_batch), None),
+        ):
             if name in places:
-                self._end_look.append(observe(self._torch, places[name], self._guard(before)))
+                self._end_look.append(observe(self._torch, places[name], before, after))
         passes = self._gradients.passes
         last = passes + _OF_ROUND if passes else _FIRST
         self._gradients.at_pass = last + 1, self._pause
@@ -170,6 +174,9 @@ class Sentinels:
     def _before_forward(self, ddp: Any, *args: Any, **kwargs: Any) -> None:
         self._copies.before_forward(ddp, list(_list_leaves((args, kwargs))), self._passes.find)
 
+    def _in_sharded_forward(self, result: Any, state: Any, module: Any, *inputs: Any) -> None:
+        self._copies.before_sharded_forward(state, module, list(_list_leaves(inputs)))
+
     def _before_batch(self, iterator: Any) -> None:
         self._passes.num_batches += 1
 
@@ -177,7 +184,10 @@ class Sentinels:
         marks = mark_stack(sys._getframe(3))
         ranks, event = self._copies.before_step(optimizer, marks)
         if not ranks:
-            held = [one for one in self._passes.list_held(optimizer) if one.passes]
+            # Parts of one parameter are not copies.
+            held = [
+                one for one in self._passes.list_held(optimizer) if one.passes and not one.watched.is_part
+            ]
             self._copies.look_before_step(optimizer, held, marks)
         self._passes.before_step(optimizer, ranks, event)
 
