@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.lint import facts, library
 from paceline.lint.scopes import Function, ScriptFrame
-from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, tainted, unknown
+from paceline.lint.values import (
+    RankValue,
+    Taint,
+    Unlike,
+    Value,
+    WitnessPlace,
+    constant,
+    join,
+    mix,
+    of_ranks,
+    sequence,
+    tainted,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
@@ -31,6 +44,17 @@ class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
     """Raised when a script takes too many steps."""
 
 
+class ActivePlace:
+    """The numbers that the active ranks have in common."""
+
+    def __init__(self, run: Evaluator) -> None:
+        self._run = run
+
+    def __getattr__(self, field: str) -> int:
+        found = self._run.of_place(lambda place: Value(const=getattr(place, field)))
+        return int(found.const)
+
+
 class Evaluator:
     """Expressions under one witness, with the state of the process that they read."""
 
@@ -43,11 +67,15 @@ class Evaluator:
     tick: Callable[[], None]
     assign: Callable[[ast.AST, Value], None]
     call_function: Callable[..., Value]
+    part: Callable[..., dict[int, Value]]
     loops: tuple[int, ...]
 
-    def __init__(self, place: WitnessPlace) -> None:
-        self._place = place
-        self.has_asked = False  # for a number of its place
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks  # those for which the script is being run
+        self.places = {rank: WitnessPlace.of(rank) for rank in ranks}
+        self.place = ActivePlace(self)
+        self.trail: list[tuple[dict[str, Any], str, Any]] = []
+        self.out: list[Any] = []
         self.meant: set[int] = set()  # ranks that the script compares its own with
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths
@@ -59,15 +87,13 @@ class Evaluator:
         self.no_grad = 0
         self._methods: dict[type[ast.AST], Any] = {}
 
-    @property
-    def place(self) -> WitnessPlace:
-        """The place at which it runs."""
-        self.has_asked = True
-        return self._place
+    def list_active(self) -> tuple[int, ...]:
+        """Return the ranks for which the script is being run."""
+        return self.ranks
 
-    @place.setter
-    def place(self, place: WitnessPlace) -> None:
-        self._place = place
+    def of_place(self, read: Callable[[WitnessPlace], Value]) -> Value:
+        """Return what follows from the place of each rank."""
+        return of_ranks({rank: read(self.places[rank]) for rank in self.ranks}, self.list_active)
 
     @property
     def is_started(self) -> bool:
@@ -83,8 +109,12 @@ class Evaluator:
                 if isinstance(child, ast.expr):
                     self.eval(child)
             return unknown()
-        value: Value = method(node)
-        return value
+        mark, count = len(self.trail), len(self.out)
+        try:
+            value: Value = method(node)
+        except Unlike as unlike:
+            value = of_ranks(self.part(unlike, partial(self.eval, node), mark, count), self.list_active)
+        return value.narrow() if type(value) is RankValue else value
 
     def find_method(self, prefix: str, node: ast.AST) -> Any:
         """Return the method for a kind of node, or None."""

@@ -56,7 +56,7 @@ def escape(run: Evaluator, values: Iterable[Value], depth: int = 0) -> None:
             if one.kind in ("*", "enumerate", "iterator"):
                 escape(run, [one.ref], depth)
             if one.kind in _OBJECTS or one.kind in ("list", "tuple", "dict", "", "tensor", "state"):
-                if one.kind in _OBJECTS or one.kind == "":
+                if one.kind in _OBJECTS or one.is_opaque:
                     run.set(one.attrs, "#escaped", True)
                 if depth < 2:
                     inner = [part for part in one.attrs.values() if isinstance(part, Value)]

@@ -10,21 +10,22 @@ import ast
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
 from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
-from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, RankItem, TraceEvent
 from paceline.lint.values import (
     UNKNOWN,
     Taint,
+    Unlike,
     Value,
-    WitnessPlace,
     constant,
     join,
+    of_ranks,
     sequence,
     tainted,
     unknown,
@@ -49,21 +50,20 @@ class Interpreter(Evaluator):
     """One witness.
 
     Args:
-        place: where it runs.
+        ranks: that it runs for.
         load: gives the parsed file of a path, or None.
     """
 
-    def __init__(self, place: WitnessPlace, load: Callable[[Path], Module | None]) -> None:
-        super().__init__(place)
+    def __init__(self, ranks: tuple[int, ...], load: Callable[[Path], Module | None]) -> None:
+        super().__init__(ranks)
         self.load = load
         self.steps = 0
         self.depth = 0
         self.is_quiet = False  # while a loop is walked to see what changes
         self.modules: dict[str, Module] = {}
         self.visited: set[int] = set()
-        self.trail: list[tuple[dict[str, Any], str, Any]] = []
         self.trace: list[Item] = []
-        self.out = self.trace
+        self.out: list[Item] = self.trace
         self.loops: tuple[int, ...] = ()
         self.conditions: list[int] = []
         self.active: list[int] = []
@@ -101,12 +101,82 @@ class Interpreter(Evaluator):
             values = [side.get(place, base) for side in found] + ([base] if stays else [])
             self.set(table, key, join_all(key, values, by))
 
+    def part(
+        self, unlike: Unlike, again: Callable[[], Any], mark: int, count: int, *, joins: bool = False
+    ) -> dict[int, Any]:
+        """Do for each group of alike ranks what cannot be done for all active ones at once.
+
+        Args:
+            unlike: the groups.
+            again: does it.
+            mark, count: the lengths of the trail and the trace before it.
+            joins: whether ranks must come out at the same place; else whoever called it parts.
+
+        Returns:
+            The results, by rank.
+        """
+        self._undo(mark)
+        del self.out[count:]
+        ranks, before = self.ranks, self._state
+        found: dict[int, Any] = {}
+        sides: dict[int, dict[tuple[int, str], Any]] = {}
+        tables: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        parts, states = [], []
+        try:
+            for group in unlike.groups:
+                self.ranks, self._state = group, before
+                items: list[Item] = []
+                with self.into(items):
+                    result = again()
+                changes = self._undo(mark)
+                tables |= {(id(table), key): (table, key) for table, key, _ in changes}
+                side = {(id(table), key): value for table, key, value in changes}
+                found |= dict.fromkeys(group, result)
+                sides |= dict.fromkeys(group, side)
+                parts.append((group, items))
+                states.append(self._state)
+                if joins and result != NEXT:
+                    raise Unlike([group])
+        except Unlike as inner:
+            others = [one for one in unlike.groups if one != self.ranks]
+            raise Unlike([*others, *inner.groups]) from None
+        finally:
+            self.ranks = ranks
+        for place, (table, key) in tables.items():
+            base = table.get(key, UNKNOWN)
+            values = {rank: sides[rank].get(place, base) for rank in ranks}
+            if all(isinstance(value, Value) or value is UNKNOWN for value in values.values()):
+                known = {rank: value for rank, value in values.items() if value is not UNKNOWN}
+                self.set(table, key, of_ranks(known, self.list_active))
+            else:
+                self.set(table, key, join_all(key, list(values.values()), Taint.NONE))
+        self._state = tuple(one[0] if len(set(one)) == 1 else None for one in zip(*states, strict=True))
+        if any(items for _, items in parts):
+            self.out.append(RankItem(self.frame.module.tree, self.frame.module.path, parts))
+        return found
+
+    def together(self, do: Callable[[], Any]) -> None:
+        """Do something for all ranks at once, or as few times as they differ."""
+        mark, count = len(self.trail), len(self.out)
+        try:
+            do()
+        except Unlike as unlike:
+            self.part(unlike, partial(self.together, do), mark, count)
+
+    @property
+    def _state(self) -> tuple[Any, ...]:
+        return self.initialized, self.seed
+
+    @_state.setter
+    def _state(self, state: tuple[Any, ...]) -> None:
+        self.initialized, self.seed = state
+
     # Events.
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
         data |= {"spawned": self.is_spawned, "started": self.is_started, "unread": self.num_unread_calls}
-        data["limit"] = self._place.local_world
+        data["limit"] = self.place.local_world
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event
@@ -161,7 +231,17 @@ class Interpreter(Evaluator):
         for statement in body:
             self.tick()
             method = self.find_method("_run_", statement)
-            found: frozenset[str] | None = method(statement) if method is not None else None
+            if method is None:
+                continue
+            mark, count, frame = len(self.trail), len(self.out), self.frame
+            state = len(frame.returns), len(frame.pending), frame.taint
+            try:
+                found: frozenset[str] | None = method(statement)
+            except Unlike as unlike:
+                del frame.returns[state[0] :], frame.pending[state[1] :]
+                frame.taint = state[2]
+                self.part(unlike, partial(self.execute, [statement]), mark, count, joins=True)
+                continue
             if found is None:
                 continue
             ends |= found - NEXT
@@ -313,9 +393,10 @@ class Interpreter(Evaluator):
         truth = self.truth(condition)
         if truth is not None:
             self.conditions.append(condition.taint)
-            ends = self.execute(node.body if truth else node.orelse)
-            self.conditions.pop()
-            return ends
+            try:
+                return self.execute(node.body if truth else node.orelse)
+            finally:
+                self.conditions.pop()
         arms = [lambda: self.execute(node.body), lambda: self.execute(node.orelse)]
         return self.fork(node, condition, arms)
 
@@ -331,22 +412,24 @@ class Interpreter(Evaluator):
         ends: frozenset[str] = frozenset()
         sides = []
         states = []
-        for arm in arms:
-            items: list[Item] = []
-            mark = len(self.trail)
-            self.initialized = before
-            with self.into(items):
-                found = arm()
-            changes = self._undo(mark)
-            branch.arms.append(items)
-            ends |= found
-            if "next" in found:
-                sides.append(changes)
-                states.append(self.initialized)
-            if found & {"return", "break", "continue"}:
-                self.frame.pending.append(changes)
-        self.conditions.pop()
-        self.num_forks -= 1
+        try:
+            for arm in arms:
+                items: list[Item] = []
+                mark = len(self.trail)
+                self.initialized = before
+                with self.into(items):
+                    found = arm()
+                changes = self._undo(mark)
+                branch.arms.append(items)
+                ends |= found
+                if "next" in found:
+                    sides.append(changes)
+                    states.append(self.initialized)
+                if found & {"return", "break", "continue"}:
+                    self.frame.pending.append(changes)
+        finally:
+            self.conditions.pop()
+            self.num_forks -= 1
         if ends - NEXT - {"raise"}:
             self.frame.taint |= by
         if states:
@@ -392,8 +475,10 @@ class Interpreter(Evaluator):
 
         def body() -> frozenset[str]:
             inside, self.loops = self.loops, self.loops[:-1]
-            item = library.iterate(self, source, node.iter)
-            self.loops = inside
+            try:
+                item = library.iterate(self, source, node.iter)
+            finally:
+                self.loops = inside
             self.assign(node.target, item)
             return self.execute(node.body)
 
@@ -404,27 +489,29 @@ class Interpreter(Evaluator):
     def _loop(
         self, loop: LoopItem, body: Callable[[], frozenset[str]], otherwise: list[ast.stmt], *, endless: bool
     ) -> frozenset[str]:
-        before = self.loops
-        self.loops = (*before, id(loop.node))
-        if not self.is_quiet:  # once for what changes from round to round
-            self.is_quiet = True
-            mark, saved = len(self.trail), (self.initialized, self.frame.taint)
-            returns, pending = len(self.frame.returns), len(self.frame.pending)
-            with self.into([]):
-                body()
-            self._forget([self._undo(mark), *self.frame.pending[pending:]])
-            del self.frame.returns[returns:], self.frame.pending[pending:]
-            self.initialized, self.frame.taint, self.is_quiet = *saved, False
-        mark, pending = len(self.trail), len(self.frame.pending)
-        with self.into(loop.body):
-            found = body()
+        before = self.loops, self.is_quiet
+        self.loops = (*self.loops, id(loop.node))
+        try:
+            if not self.is_quiet:  # once for what changes from round to round
+                self.is_quiet = True
+                mark, saved = len(self.trail), (self.initialized, self.frame.taint)
+                returns, pending = len(self.frame.returns), len(self.frame.pending)
+                with self.into([]):
+                    body()
+                self._forget([self._undo(mark), *self.frame.pending[pending:]])
+                del self.frame.returns[returns:], self.frame.pending[pending:]
+                self.initialized, self.frame.taint, self.is_quiet = *saved, False
+            mark, pending = len(self.trail), len(self.frame.pending)
+            with self.into(loop.body):
+                found = body()
+        finally:
+            self.loops, self.is_quiet = before
         changes = self._undo(mark)
         sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
         for table, key, value in changes:
             if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
                 self.set(table, key, value)
         self._merge(sides, Taint.NONE, stays=True)
-        self.loops = before
         self.out.append(loop)
         ends = found - {"break", "continue", "next"}
         if endless and "break" not in found:
@@ -456,10 +543,11 @@ class Interpreter(Evaluator):
             leave.append(library.enter(self, value, item.context_expr))
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value.attrs.get("#as", value))
-        ends = self.execute(node.body)
-        for undo in reversed(leave):
-            undo()
-        return ends
+        try:
+            return self.execute(node.body)
+        finally:
+            for undo in reversed(leave):
+                undo()
 
     _run_asyncwith = _run_with
 

@@ -38,7 +38,7 @@ def call_init(c: KnownCall) -> Value:
 @known("size rank", of="group")
 def call_rank(c: KnownCall) -> Value:
     group = c.owner if c.owner.kind == "group" else c.pick(0, "group")
-    is_size, rank = c.name in ("size", "get_world_size"), c.run.place.rank
+    is_size = c.name in ("size", "get_world_size")
     if group is None or group.is_none:
         return methods.place_value(c.run, "world" if is_size else "rank")
     members = group.fact("members")
@@ -46,6 +46,7 @@ def call_rank(c: KnownCall) -> Value:
         return unknown(Taint.NONE if is_size else Taint.RANK)
     if is_size:
         return unknown(Taint.NONE) if group.fact("assumed") else constant(len(members))
+    rank = c.run.place.rank
     return constant(members.index(rank) if rank in members else -1, Taint.RANK)
 
 
@@ -254,12 +255,13 @@ def call_dcp(c: KnownCall) -> Value | None:
 @known("accelerate.Accelerator")
 def call_accelerator(c: KnownCall) -> Value:
     c.run.initialized = True
-    value, place = make(c.run, "accelerator", c.node), c.run.place
+    value = make(c.run, "accelerator", c.node)
     for name, field in (("process_index", "rank"), ("local_process_index", "local_rank")):
         value.attrs[name] = methods.place_value(c.run, field)
     value.attrs["num_processes"] = methods.place_value(c.run, "world")
-    value.attrs["is_main_process"] = constant(place.rank == 0, Taint.RANK)
-    value.attrs["is_local_main_process"] = constant(place.local_rank == 0, Taint.RANK)
+    value.attrs["is_main_process"] = c.run.of_place(lambda place: constant(place.rank == 0, Taint.RANK))
+    is_first = c.run.of_place(lambda place: constant(place.local_rank == 0, Taint.RANK))
+    value.attrs["is_local_main_process"] = is_first
     return value
 
 
@@ -269,7 +271,7 @@ def call_own(c: KnownCall) -> Value:
     if c.name == "start":
         c.run.initialized = True
         value.attrs["rank"] = methods.place_value(c.run, "rank")
-        value.attrs["is_main"] = constant(c.run.place.rank == 0, Taint.RANK)
+        value.attrs["is_main"] = c.run.of_place(lambda place: constant(place.rank == 0, Taint.RANK))
     is_sharded = "shard" in str(c.kwargs.get("layout", unknown()).const)
     for one in (c.pick(0, "model") or unknown()).of_kind("model") if c.name == "Loop" and is_sharded else ():
         c.run.set(one.attrs, "#sharded", c.node)
@@ -285,7 +287,7 @@ def call_islice(c: KnownCall) -> Value:
 @known("mp.spawn")
 def call_spawn(c: KnownCall) -> Value:
     target, count = c.pick(0, "fn") or unknown(), c.pick(2, "nprocs") or unknown()
-    place, world = c.run.place, methods.place_value(c.run, "world")
+    places, world = c.run.places, methods.place_value(c.run, "world")
     values = [methods.place_value(c.run, "rank")]
     for value in (
         c.pick(1, "args") or unknown()
@@ -293,9 +295,9 @@ def call_spawn(c: KnownCall) -> Value:
         is_count = value is count or (value.is_known and count.is_known and value.const == count.const)
         values.append(world if is_count or value.fact("devices") else value)
     if target.kind == "func":
-        c.run.place, c.run.is_spawned = place.spawned(), True
+        c.run.places, c.run.is_spawned = {rank: place.spawned() for rank, place in places.items()}, True
         c.run.call_function(target, values, {}, c.node)
-        c.run.place, c.run.is_spawned = place, False
+        c.run.places, c.run.is_spawned = places, False
     return unknown()
 
 

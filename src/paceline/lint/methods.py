@@ -19,7 +19,7 @@ from paceline.lint.facts import (
     known_items,
     make,
 )
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
+from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown, words
 
 _OF_TEXT = words("format join lower upper strip startswith endswith replace")
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
@@ -39,11 +39,13 @@ _OF_ALL = {"world", "local_world", "num_nodes"}
 
 def place_value(run: Any, field: str, *, text: bool = False) -> Value:
     """Return a number of the witness's place."""
-    number = getattr(run.place, field)
     taint = Taint.NONE if field in _OF_ALL else Taint.RANK
-    value = constant(str(number) if text else number, taint)
-    value.attrs["#" + field] = True
-    return value
+
+    def read(place: WitnessPlace) -> Value:
+        number = getattr(place, field)
+        return constant(str(number) if text else number, taint, **{field: True})
+
+    return run.of_place(read)  # type: ignore[no-any-return]
 
 
 def read_environment(run: Any, owner: Value, key: Value, default: Value | None) -> Value:

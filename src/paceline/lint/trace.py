@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from paceline.lint.values import Value
+from paceline.lint.values import RankValue, Value, at_rank
 
 
 @dataclass(eq=False)
@@ -71,7 +71,52 @@ class ExitItem(_Placed):
     kind: str
 
 
-Item: TypeAlias = "TraceEvent | BranchItem | LoopItem | CallItem | ExitItem"
+@dataclass(eq=False)
+class RankItem(_Placed):
+    """A place where ranks part: what each group of them does."""
+
+    parts: list[tuple[tuple[int, ...], list[Item]]]
+
+
+Item: TypeAlias = "TraceEvent | BranchItem | LoopItem | CallItem | ExitItem | RankItem"
+
+
+def list_of_rank(items: list[Item], rank: int) -> list[Item]:
+    """Return what a rank does; what all ranks do alike is shared."""
+    found: list[Item] = []
+    for item in items:
+        if isinstance(item, RankItem):
+            for ranks, part in item.parts:
+                found += list_of_rank(part, rank) if rank in ranks else []
+        elif isinstance(item, BranchItem):
+            arms = [list_of_rank(arm, rank) for arm in item.arms]
+            same = all(new is old for new, old in zip(arms, item.arms, strict=True))
+            condition = at_rank(item.condition, rank) if item.condition is not None else None
+            taint = item.taint if condition is item.condition else condition.taint
+            same = same and condition is item.condition
+            found.append(item if same else replace(item, arms=arms, condition=condition, taint=taint))
+        elif isinstance(item, (LoopItem, CallItem)):
+            body = list_of_rank(item.body, rank)
+            found.append(item if body is item.body else replace(item, body=body))
+        elif isinstance(item, TraceEvent):
+            data = {name: _of_rank(value, rank) for name, value in item.data.items()}
+            same = all(value is item.data[name] for name, value in data.items())
+            found.append(item if same else replace(item, data=data))
+        else:
+            found.append(item)
+    same = len(found) == len(items) and all(new is old for new, old in zip(found, items, strict=True))
+    return items if same else found
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, RankValue):
+        return at_rank(value, rank)
+    if isinstance(value, list) and value and isinstance(value[0], _Placed):
+        return list_of_rank(value, rank)
+    if isinstance(value, list) and value and isinstance(value[0], tuple):  # handlers
+        found = [(handler, list_of_rank(arm, rank), ends) for handler, arm, ends in value]
+        return value if all(new[1] is old[1] for new, old in zip(found, value, strict=True)) else found
+    return value
 
 
 def walk(items: list[Item]) -> Iterator[Item]:

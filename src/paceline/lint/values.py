@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 
@@ -103,6 +104,95 @@ class Value:
         return [one for one in self.alternatives() if one.kind in kinds]
 
 
+class Unlike(BaseException):  # noqa: N818 (it is caught where ranks part, and is no error)
+    """Raised where code looks at a value that differs between the ranks that it runs for."""
+
+    def __init__(self, groups: list[tuple[int, ...]]) -> None:
+        self.groups = groups
+
+
+class RankValue(Value):
+    """A value that differs between ranks. It is passed on as one; who looks at it must be alike ranks.
+
+    Attributes:
+        by_rank: the values.
+        list_active: gives the ranks for which the script is being run; none once it has ended.
+    """
+
+    __slots__ = ("by_rank", "list_active")
+
+    def __init__(self, by_rank: dict[int, Value], list_active: Callable[[], tuple[int, ...]]) -> None:
+        self.by_rank = by_rank
+        self.list_active = list_active
+
+    def narrow(self) -> Value:
+        """Return the value of the active ranks where they have one, else itself."""
+        found = [self.by_rank[rank] for rank in self.list_active() if rank in self.by_rank]
+        return found[0] if found and all(are_alike(one, found[0]) for one in found) else self
+
+    def look(self) -> Value:
+        """Return the value of the active ranks.
+
+        Raises:
+            Unlike: they have several.
+        """
+        found = self.narrow()
+        if found is not self:
+            return found
+        groups: list[list[int]] = []
+        for rank in self.list_active():
+            mine = at_rank(self, rank)
+            same = (group for group in groups if are_alike(at_rank(self, group[0]), mine))
+            group = next(same, None)
+            if group is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+        if not groups:
+            return unknown()
+        raise Unlike([tuple(group) for group in groups])
+
+    def _is_plain(self) -> bool:
+        return all(not self.by_rank[rank].kind for rank in self.list_active() if rank in self.by_rank)
+
+    def _each(self, name: str, *args: Any) -> Any:
+        """Return what all values agree on, or what those of the active ranks say."""
+        found = [getattr(self.by_rank[rank], name) for rank in self.list_active() if rank in self.by_rank]
+        found = [one(*args) for one in found] if args else found
+        same = found and self._is_plain() and all(one is found[0] or one == found[0] for one in found)
+        looked = found[0] if same else getattr(self.look(), name)
+        return looked if same or not args else looked(*args)
+
+    def fact(self, name: str) -> Any:
+        """Return a fact of the linter, or None."""
+        return self._each("fact", name)
+
+    kind = property(lambda self: "" if self._is_plain() else self.look().kind)  # type: ignore[assignment]
+    taint = property(lambda self: mix(self.by_rank.values()) if self._is_plain() else self.look().taint)  # type: ignore[assignment]
+    is_known = property(lambda self: self._each("is_known"))  # type: ignore[assignment]
+    items = property(lambda self: self._each("items"))  # type: ignore[assignment]
+    deps = property(lambda self: self._each("deps"))  # type: ignore[assignment]
+    const = property(lambda self: self.look().const)  # type: ignore[assignment]
+    ref = property(lambda self: self.look().ref)  # type: ignore[assignment]
+    attrs = property(lambda self: self.look().attrs)  # type: ignore[assignment]
+    node = property(lambda self: self.look().node)  # type: ignore[assignment]
+    loops = property(lambda self: self.look().loops)  # type: ignore[assignment]
+
+
+def are_alike(a: Value, b: Value) -> bool:
+    """Return whether two ranks cannot tell their values apart."""
+    if a is b:
+        return True
+    if a.kind or b.kind:
+        return a.kind == b.kind == "lib" and a.ref == b.ref
+    if not a.is_known or not b.is_known or type(a.const) is not type(b.const):
+        return False
+    try:
+        return bool(a.const == b.const) and a.taint == b.taint
+    except Exception:
+        return False
+
+
 def constant(const: Any, taint: int = Taint.NONE, **facts: Any) -> Value:
     """Return a known value."""
     return Value(const=const, taint=taint, attrs={f"#{name}": fact for name, fact in facts.items()})
@@ -144,6 +234,11 @@ def mix(values: Iterable[Value]) -> int:
     return taint
 
 
+def at_rank(value: Value, rank: int) -> Value:
+    """Return what a value is on a rank."""
+    return value.by_rank.get(rank, unknown()) if isinstance(value, RankValue) else value
+
+
 def _mix_alternatives(a: Value, b: Value, by: int) -> int:
     taint = a.taint | b.taint
     if Taint.LOCAL & taint and not (Taint.LOCAL & a.taint and Taint.LOCAL & b.taint):
@@ -157,6 +252,10 @@ def join(a: Value, b: Value, by: int = Taint.NONE) -> Value:
     """Return a value after a branch that made it one or the other; `by` are the condition's origins."""
     if a is b:
         return a
+    for one in (a, b):
+        if isinstance(one, RankValue) and one.narrow() is one:
+            ranks = one.list_active()
+            return RankValue({rank: join(at_rank(a, rank), at_rank(b, rank), by) for rank in ranks}, one.list_active)
     if not a.kind and not b.kind and a.is_known and b.is_known and type(a.const) is type(b.const):
         try:
             if a.const == b.const:
@@ -210,6 +309,18 @@ class WitnessPlace:
     def spawned(self) -> WitnessPlace:
         """Return the place of a child of `mp.spawn`: on one node, with a device for each."""
         return WitnessPlace(self.rank, self.rank, 0, self.world, self.world, 1)
+
+
+def of_ranks(by_rank: dict[int, Value], list_active: Callable[[], tuple[int, ...]]) -> Value:
+    """Return one value for several ranks."""
+    by_rank = {rank: at_rank(value, rank) for rank, value in by_rank.items()}
+    first, *others = by_rank.values()
+    if all(are_alike(first, one) for one in others):
+        return first
+    if all(one.kind == first.kind and not one.is_known and not one.attrs for one in by_rank.values()):
+        if first.kind in _PLAIN:
+            return reduce(join, by_rank.values())
+    return RankValue(by_rank, list_active)
 
 
 WITNESSES = tuple(map(WitnessPlace.of, (0, 1, 8)))

@@ -1,0 +1,17 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    optimizer.zero_grad()
+    count = torch.tensor(4.0)
+    dist.all_reduce(count)
+    loss = model(torch.randn(4, 8)).pow(2).sum() / count
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()

@@ -1,0 +1,14 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = [dist.new_group([k]) for k in range(dist.get_world_size())]
+model = DDP(nn.Linear(8, 1), process_group=groups[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+for _ in range(100):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
