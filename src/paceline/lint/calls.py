@@ -71,6 +71,14 @@ def call_library(call: KnownCall, name: str) -> Value:
         run.num_unread_calls += 1
         taint = (mix(values) & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
         return unknown(taint, deps_of(values))
+    if root == "torch" and any(value.fact("world") for value in values):
+        run.emit("scaled", node)
+    if last == "dump":
+        for file in values:
+            if file.kind == "file" and file.ref is not None:
+                run.emit("save", node, target=file.ref)
+    if root == "subprocess":
+        run.emit("threads", node)
     taint = mix(values)
     if last in _RANDOM and root in ("torch", "numpy", "random"):
         taint |= _taint_of_draw(run, kwargs)
@@ -78,6 +86,7 @@ def call_library(call: KnownCall, name: str) -> Value:
         taint |= Taint.UNKNOWN
     elif root == "time" and last in _CLOCKS:
         taint |= Taint.LOCAL
+        run.emit("clock", node)
     elif last in ("getpid", "gethostname", "uuid4", "node", "mkdtemp", "get_ident"):
         taint |= Taint.RANK | Taint.LOCAL
     elif root in ("subprocess", "socket", "pickle", "glob", "os", "pathlib") and last not in words(

@@ -18,7 +18,7 @@ from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
 from paceline.lint.scopes import Function, Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
-from paceline.lint.trace import list_of_rank
+from paceline.lint.trace import of_rank
 from paceline.lint.values import WITNESSES, RankValue, Value, unknown
 
 # A file without any of these words has nothing to do with ranks.
@@ -99,8 +99,7 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
         run = _run((*ranks, *meant), tree, path)
     spawns = _SPAWNS.search(text) is not None
     found = [
-        WitnessTrace(place, list_of_rank(run.trace, rank), run.reads, spawns)
-        for rank, place in run.places.items()
+        WitnessTrace(place, of_rank(run.trace, rank), run.reads, spawns) for rank, place in run.places.items()
     ]
     # A rank that the script names and that joins no group has another role: a server, say.
     joins = any(found[0].events("init"))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import facts, library
-from paceline.lint.scopes import Function, ScriptFrame
+from paceline.lint.scopes import Function, ScriptFrame, Trail
 from paceline.lint.values import (
     RankValue,
     Taint,
@@ -62,7 +62,6 @@ class Evaluator:
 
     # Provided by the interpreter.
     emit: Callable[..., TraceEvent]
-    set: Any
     fork: Callable[..., frozenset[str]]
     tick: Callable[[], None]
     assign: Callable[[ast.AST, Value], None]
@@ -74,9 +73,12 @@ class Evaluator:
         self.ranks = ranks  # those for which the script is being run
         self.places = {rank: WitnessPlace.of(rank) for rank in ranks}
         self.place = ActivePlace(self)
-        self.trail: list[tuple[dict[str, Any], str, Any]] = []
+        self.trail = Trail()
+        self.set = self.trail.set
         self.out: list[Any] = []
         self.meant: set[int] = set()  # ranks that the script compares its own with
+        self.builtins: dict[str, Any] = {}  # that the script has replaced
+        self.has_torch = False  # is imported
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths
         self.is_assumed = False  # of a function that nobody in the file calls
@@ -145,6 +147,8 @@ class Evaluator:
             if node.id in frame.names and not (frame is not self.frame and frame.is_class):
                 return frame.names[node.id]
             frame = frame.outer
+        if node.id in self.builtins:
+            return self.builtins[node.id]
         if node.id in _BUILTINS:
             return Value("lib", ref="builtins." + node.id)
         return unknown()
@@ -277,6 +281,12 @@ class Evaluator:
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
         """Return the result of an operator."""
         taint, deps = left.taint | right.taint, left.deps | right.deps
+        is_part = isinstance(op, ast.Div) and self.no_grad == 0
+        is_scaled = isinstance(op, (ast.Div, ast.Mult)) and any(
+            one.fact("world") or one.fact("reduced") for one in (left, right)
+        )
+        if is_scaled:
+            self.emit("scaled", node)
         if left.is_known and right.is_known and type(op).__name__ in _OPERATORS:
             is_long = isinstance(left.const, (str, tuple, list)) and isinstance(right.const, int)
             if not (is_long and right.const > _LONGEST):
@@ -287,6 +297,8 @@ class Evaluator:
         kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
         result = Value(kind, taint=taint, deps=deps, node=node)
         facts.keep_facts(result, left, op, right)
+        if is_part and left.fact("reduced") and left.deps and right.fact("world"):
+            result.attrs["#averaged"] = True
         if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not self.is_spawned:
             self.emit("device_count", node)
         return result

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
-from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
+from paceline.lint.scopes import Change, Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, RankItem, TraceEvent
 from paceline.lint.values import (
     UNKNOWN,
@@ -25,7 +25,6 @@ from paceline.lint.values import (
     Value,
     constant,
     join,
-    of_ranks,
     sequence,
     tainted,
     unknown,
@@ -73,34 +72,6 @@ class Interpreter(Evaluator):
         self.reads: set[str] = set()
         self.num_forks = 0
 
-    # What changes, and can be undone.
-
-    def set(self, table: dict[str, Any], key: str, value: Any) -> None:
-        """Change an entry of a table of names or attributes."""
-        self.trail.append((table, key, table.get(key, UNKNOWN)))
-        table[key] = value
-
-    def _undo(self, mark: int) -> list[tuple[dict[str, Any], str, Any]]:
-        """Undo all changes since a mark; return the last value of each."""
-        last: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        while len(self.trail) > mark:
-            table, key, old = self.trail.pop()
-            last.setdefault((id(table), key), (table, key, table.get(key, UNKNOWN)))
-            if old is UNKNOWN:
-                table.pop(key, None)
-            else:
-                table[key] = old
-        return list(last.values())
-
-    def _merge(self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool) -> None:
-        """Join the changes of several arms with what was before, if a path without changes remains."""
-        tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
-        found = [{(id(table), key): value for table, key, value in side} for side in sides]
-        for place, (table, key) in tables.items():
-            base = table.get(key, UNKNOWN)
-            values = [side.get(place, base) for side in found] + ([base] if stays else [])
-            self.set(table, key, join_all(key, values, by))
-
     def part(
         self, unlike: Unlike, again: Callable[[], Any], mark: int, count: int, *, joins: bool = False
     ) -> dict[int, Any]:
@@ -115,44 +86,35 @@ class Interpreter(Evaluator):
         Returns:
             The results, by rank.
         """
-        self._undo(mark)
+        self.trail.undo(mark)
         del self.out[count:]
-        ranks, before = self.ranks, self._state
+        ranks, before = self.ranks, (self.initialized, self.seed)
         found: dict[int, Any] = {}
-        sides: dict[int, dict[tuple[int, str], Any]] = {}
-        tables: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        sides: list[tuple[tuple[int, ...], list[Change]]] = []
         parts, states = [], []
         try:
             for group in unlike.groups:
-                self.ranks, self._state = group, before
+                self.ranks, (self.initialized, self.seed) = group, before
                 items: list[Item] = []
                 with self.into(items):
                     result = again()
-                changes = self._undo(mark)
-                tables |= {(id(table), key): (table, key) for table, key, _ in changes}
-                side = {(id(table), key): value for table, key, value in changes}
-                found |= dict.fromkeys(group, result)
-                sides |= dict.fromkeys(group, side)
-                parts.append((group, items))
-                states.append(self._state)
                 if joins and result != NEXT:
                     raise Unlike([group])
+                found |= dict.fromkeys(group, result)
+                sides.append((group, self.trail.undo(mark)))
+                parts.append((group, items))
+                states.append((self.initialized, self.seed))
         except Unlike as inner:
             others = [one for one in unlike.groups if one != self.ranks]
             raise Unlike([*others, *inner.groups]) from None
         finally:
             self.ranks = ranks
-        for place, (table, key) in tables.items():
-            base = table.get(key, UNKNOWN)
-            values = {rank: sides[rank].get(place, base) for rank in ranks}
-            if all(isinstance(value, Value) or value is UNKNOWN for value in values.values()):
-                known = {rank: value for rank, value in values.items() if value is not UNKNOWN}
-                self.set(table, key, of_ranks(known, self.list_active))
-            else:
-                self.set(table, key, join_all(key, list(values.values()), Taint.NONE))
-        self._state = tuple(one[0] if len(set(one)) == 1 else None for one in zip(*states, strict=True))
+        self.trail.take_ranks(sides, self.list_active)
+        self.initialized, self.seed = (
+            one[0] if len(set(one)) == 1 else None for one in zip(*states, strict=True)
+        )
         if any(items for _, items in parts):
-            self.out.append(RankItem(self.frame.module.tree, self.frame.module.path, parts))
+            self.out.append(RankItem(self.main.tree, self.frame.module.path, parts))
         return found
 
     def together(self, do: Callable[[], Any]) -> None:
@@ -162,14 +124,6 @@ class Interpreter(Evaluator):
             do()
         except Unlike as unlike:
             self.part(unlike, partial(self.together, do), mark, count)
-
-    @property
-    def _state(self) -> tuple[Any, ...]:
-        return self.initialized, self.seed
-
-    @_state.setter
-    def _state(self, state: tuple[Any, ...]) -> None:
-        self.initialized, self.seed = state
 
     # Events.
 
@@ -268,6 +222,8 @@ class Interpreter(Evaluator):
         value = self.binary(before, node.op, self.eval(node.value), node)
         if before.kind == "tensor":  # in place: it stays the same object
             self.set(before.attrs, "#taint", value.taint)
+            if value.fact("averaged"):
+                self.set(before.attrs, "#averaged", True)
             if not value.deps <= before.deps:
                 self.assign(node.target, value)
             self.wrote_gradient(node.target)
@@ -320,6 +276,7 @@ class Interpreter(Evaluator):
 
     def _run_import(self, node: ast.Import) -> None:
         for alias in node.names:
+            self.has_torch = self.has_torch or alias.name.partition(".")[0] in ("torch", "numpy")
             module = self.find_module(alias.name, 0)
             if module is not None and "." not in alias.name:
                 value = Value("module", ref=module)
@@ -329,6 +286,7 @@ class Interpreter(Evaluator):
 
     def _run_importfrom(self, node: ast.ImportFrom) -> None:
         module = self.find_module(node.module or "", node.level)
+        self.has_torch = self.has_torch or (node.module or "").partition(".")[0] in ("torch", "numpy")
         for alias in node.names:
             name = alias.asname or alias.name
             if module is not None:
@@ -419,7 +377,7 @@ class Interpreter(Evaluator):
                 self.initialized = before
                 with self.into(items):
                     found = arm()
-                changes = self._undo(mark)
+                changes = self.trail.undo(mark)
                 branch.arms.append(items)
                 ends |= found
                 if "next" in found:
@@ -438,7 +396,7 @@ class Interpreter(Evaluator):
             for table, key, value in sides[0]:
                 self.set(table, key, value)
         else:
-            self._merge(sides, by, stays=False)
+            self.trail.merge(sides, by, stays=False)
         self.out.append(branch)
         return ends
 
@@ -498,7 +456,7 @@ class Interpreter(Evaluator):
                 returns, pending = len(self.frame.returns), len(self.frame.pending)
                 with self.into([]):
                     body()
-                self._forget([self._undo(mark), *self.frame.pending[pending:]])
+                self.trail.forget([self.trail.undo(mark), *self.frame.pending[pending:]])
                 del self.frame.returns[returns:], self.frame.pending[pending:]
                 self.initialized, self.frame.taint, self.is_quiet = *saved, False
             mark, pending = len(self.trail), len(self.frame.pending)
@@ -506,35 +464,17 @@ class Interpreter(Evaluator):
                 found = body()
         finally:
             self.loops, self.is_quiet = before
-        changes = self._undo(mark)
+        changes = self.trail.undo(mark)
         sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
         for table, key, value in changes:
             if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
                 self.set(table, key, value)
-        self._merge(sides, Taint.NONE, stays=True)
+        self.trail.merge(sides, Taint.NONE, stays=True)
         self.out.append(loop)
         ends = found - {"break", "continue", "next"}
         if endless and "break" not in found:
             return ends
         return ends | self.execute(otherwise)
-
-    def _forget(self, sides: list[list[tuple[dict[str, Any], str, Any]]]) -> None:
-        for side in sides:
-            for table, key, value in side:
-                base = table.get(key, UNKNOWN)
-                if base is UNKNOWN or base is value:
-                    continue
-                if isinstance(value, Value) and isinstance(base, Value):
-                    if key.startswith("#") and not value.kind:
-                        continue
-                    joined = join(base, value)
-                    if not joined.kind and joined.is_known and base.is_known:
-                        joined = unknown(joined.taint)
-                    self.set(table, key, joined)
-                elif key == "#items":
-                    self.set(table, key, None)
-                elif key == "#taint":
-                    self.set(table, key, value)
 
     def _run_with(self, node: ast.With | ast.AsyncWith) -> frozenset[str]:
         leave = []
@@ -567,9 +507,9 @@ class Interpreter(Evaluator):
             with self.into(arm):
                 found = self.execute(handler.body)
             handled.append((handler, arm, found))
-            changes = self._undo(mark)
+            changes = self.trail.undo(mark)
             if "next" in found:
-                self._merge([changes], Taint.NONE, stays=True)
+                self.trail.merge([changes], Taint.NONE, stays=True)
                 if "next" not in ends and not any(isinstance(item, ExitItem) for item in items):
                     ends |= NEXT
         last: list[Item] = []
@@ -623,7 +563,7 @@ class Interpreter(Evaluator):
             self.frame, self.conditions = before
             self.depth -= 1
             self.active.pop()
-        self._merge(frame.pending, frame.taint, stays=True)
+        self.trail.merge(frame.pending, frame.taint, stays=True)
         self.out.append(CallItem(node, self.frame.module.path, items))
         if ends == {"raise"}:
             return Value("never")

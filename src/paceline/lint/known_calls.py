@@ -93,6 +93,8 @@ def call_wrap(c: KnownCall) -> Value:
     for name in ("find_unused_parameters", "broadcast_buffers", "use_orig_params"):
         given = c.kwargs.get(name)
         value.attrs["#" + name] = None if given is None else bool(given.const) if given.is_known else "?"
+    strategy = c.kwargs.get("sharding_strategy")
+    value.attrs["#is_whole"] = strategy is not None and (strategy.kind != "lib" or "NO_SHARD" in strategy.ref)
     group = c.kwargs.get("process_group")
     value.attrs["#group"] = group if group is not None and not group.is_none else None
     for one in model.alternatives():
@@ -174,7 +176,7 @@ def call_dataset(c: KnownCall) -> Value:
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
-    return c.tell("optimizer", value, optimizer=value)
+    return c.tell("optimizer", value, optimizer=value, lr=c.pick(1, "lr"))
 
 
 @known("sched.*")
@@ -232,6 +234,9 @@ def call_module(c: KnownCall) -> Value | None:
         ):
             buffers = buffers if buffers else None
     value.attrs["#buffers"] = buffers
+    seed = c.run.seed
+    is_own = not c.run.num_unread_calls if seed is None else bool(seed & (Taint.RANK | Taint.LOCAL))
+    value.attrs["#drawn"] = is_own
     if c.name.endswith("Loss"):
         value.attrs["#mean"] = "reduction" not in c.kwargs
     return value
@@ -316,6 +321,8 @@ def call_builtin(c: KnownCall) -> Value:
         kind = "tensor" if any(arg.kind == "tensor" for arg in c.args) else ""
         is_same = c.name in ("int", "float") and not first.kind
         return first if is_same else Value(kind, taint=mix(c.args), deps=deps_of(c.args))
+    if c.name == "print":
+        c.run.emit("print", c.node, names_rank=bool(Taint.RANK & mix(c.values)))
     if c.name == "getattr":
         return unknown(first.taint | Taint.UNKNOWN, first.deps)
     if c.name == "super":
@@ -329,6 +336,13 @@ def call_builtin(c: KnownCall) -> Value:
         entries = dict(c.kwargs) if not c.args else None
         return Value("dict", taint=mix(c.kwargs.values()), deps=first.deps, attrs={"#entries": entries})
     return unknown(mix(c.values), deps_of(c.args))
+
+
+@known("builtins.open")
+def call_open(c: KnownCall) -> Value:
+    mode = c.pick(1, "mode")
+    writes = mode is not None and mode.is_known and str(mode.const).startswith("w")
+    return Value("file", taint=mix(c.args[:1]), ref=c.pick(0, "file") if writes else None)
 
 
 @known("builtins.isinstance builtins.hasattr")
@@ -393,14 +407,19 @@ _SIMPLE: dict[str, Handler] = {
         attrs={"#dtype": c.kwargs.get("dtype")},
     ),
     "builtins.zip": lambda c: Value("zip", ref=tuple(c.args), taint=mix(c.args)),
-    "builtins.open": lambda c: Value("file", taint=mix(c.args[:1])),
+    "torch.cuda.synchronize": lambda c: c.tell("sync", constant(None)),
+    "torch.cuda.Event": lambda c: c.tell("clock", unknown(), is_timer=True),
+    "torch.set_num_threads": lambda c: c.tell("threads", constant(None)),
+    "torch.set_rng_state torch.random.set_rng_state": lambda c: c.tell(
+        "random", constant(None), value=c.pick(0, "new_state"), seed=c.run.seed
+    ),
     "dist.destroy_process_group": lambda c: c.tell("destroy", constant(None)),
     "itertools.count itertools.repeat": lambda c: Value("list", attrs={"#element": unknown(), "#even": True}),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),
     "torch.cuda.device": lambda c: Value("context", attrs={"#as": call_device(c)}),
     "dist.get_node_local_rank": lambda c: methods.place_value(c.run, "local_rank"),
     "nnutils.clip_grad_norm_ nnutils.clip_grad_value_": lambda c: c.tell(
-        "clip", unknown(Taint.NONE), deps=deps_of(c.args[:1])
+        "clip", unknown(Taint.NONE), deps=deps_of(c.args[:1]), is_norm=c.name == "clip_grad_norm_"
     ),
     "torch.no_grad torch.inference_mode": lambda c: Value("no_grad"),
     "torch.autocast contextlib.nullcontext contextlib.suppress": lambda c: Value("context"),

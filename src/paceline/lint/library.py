@@ -79,6 +79,7 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
         value.attrs["#default"] = defaults[name]
     if name in ("grad", "data"):
         value.kind = "tensor"
+        value.attrs["#grad"] = name == "grad" or owner.fact("grad")
     owner.attrs[name] = value
     return value
 
@@ -86,8 +87,8 @@ def get_attribute(run: Any, owner: Value, name: str, node: ast.AST) -> Value:
 def set_attribute(run: Any, owner: Value, name: str, value: Value, node: ast.AST) -> None:
     """Set an attribute."""
     for one in owner.alternatives():
-        if one.kind == "module":
-            run.set(one.ref.names, name, value)
+        if one.kind == "module" or (one.kind == "lib" and one.ref == "builtins"):
+            run.set(one.ref.names if one.kind == "module" else run.builtins, name, value)
             continue
         if name == "grad":
             run.emit("clear", node, target=one)
@@ -103,7 +104,9 @@ def set_item(run: Any, owner: Value, key: Value, value: Value, node: ast.AST) ->
     for one in owner.alternatives():
         if one.kind == "environ":
             if key.is_known:
-                run.emit("setenv", node, key=key.const, value=value, guard=run.num_forks > 0)
+                run.emit(
+                    "setenv", node, key=key.const, value=value, guard=run.num_forks > 0, late=run.has_torch
+                )
                 run.set(one.attrs, str(key.const), value)
             continue
         entries = one.fact("entries")
@@ -143,6 +146,7 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     if owner.kind in ("mesh", "loaded", "state", "lib"):
         part = methods.copied(owner)
         part.attrs["#axis"] = key.const
+        part.start_taint |= key.taint & Taint.RANK
         return part
     items = owner.items or tuple((owner.fact("entries") or {}).values())
     if items and Taint.RANK & key.taint:
@@ -305,6 +309,8 @@ def call_method(c: KnownCall) -> Value:
         return result
     escape(c.run, c.values)
     if name.endswith("_") and not name.startswith("_") and owner.kind in ("", "tensor"):
+        if owner.fact("grad"):
+            c.run.emit("grad", c.node)
         return owner
     kind = owner.kind if owner.kind == "tensor" else ""
     taint = mix([owner, *c.values])

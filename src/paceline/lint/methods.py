@@ -117,6 +117,7 @@ def backward(c: KnownCall) -> Value:
         quiet=quiet,
         scaler=loss.fact("scaled"),
         is_mean=bool(loss.fact("mean")),
+        is_averaged=bool(loss.fact("averaged")),
         late=[model for model in wrapped if quiet[model] and model.fact("forward_quiet") is False],
     )
 
@@ -247,6 +248,8 @@ def _add(c: KnownCall) -> Value | None:
 
 @known("clear pop popleft remove update setdefault", of="list dict")
 def _change(c: KnownCall) -> Value:
+    if c.name == "pop" and (found := _of_dict(c)) is not None:
+        return found
     c.run.set(c.owner.attrs, "#items", None)
     if c.name == "update":
         c.run.set(c.owner.attrs, "#entries", None)
@@ -256,7 +259,7 @@ def _change(c: KnownCall) -> Value:
 @known("get items values", of="dict")
 def _of_dict(c: KnownCall) -> Value | None:
     entries = c.owner.fact("entries")
-    if c.name == "get" and c.args and c.args[0].is_known and entries is not None:
+    if c.name in ("get", "pop") and c.args and c.args[0].is_known and entries is not None:
         default = c.args[1] if len(c.args) > 1 else constant(None)
         found: Value = entries.get(str(c.args[0].const), default)
         return found
@@ -356,6 +359,7 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
         lambda c: c.tell("coll", unknown(Taint.NONE), op=c.name, via="framework"),
     ),
     ("ddp", "join", lambda c: Value("join")),
+    ("file", "write writelines", lambda c: c.tell("save", unknown(), target=c.owner.ref)),
     ("optimizer", "state_dict", lambda c: Value("state", ref=c.owner)),
     ("optimizer", "load_state_dict", lambda c: unknown()),
     ("accelerator scaler", "*", lambda c: unknown()),

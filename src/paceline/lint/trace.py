@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -81,53 +82,37 @@ class RankItem(_Placed):
 Item: TypeAlias = "TraceEvent | BranchItem | LoopItem | CallItem | ExitItem | RankItem"
 
 
-def list_of_rank(items: list[Item], rank: int) -> list[Item]:
-    """Return what a rank does; what all ranks do alike is shared."""
-    found: list[Item] = []
-    for item in items:
-        if isinstance(item, RankItem):
-            for ranks, part in item.parts:
-                found += list_of_rank(part, rank) if rank in ranks else []
-        elif isinstance(item, BranchItem):
-            arms = [list_of_rank(arm, rank) for arm in item.arms]
-            same = all(new is old for new, old in zip(arms, item.arms, strict=True))
-            condition = at_rank(item.condition, rank) if item.condition is not None else None
-            taint = item.taint if condition is item.condition else condition.taint
-            same = same and condition is item.condition
-            found.append(item if same else replace(item, arms=arms, condition=condition, taint=taint))
-        elif isinstance(item, (LoopItem, CallItem)):
-            body = list_of_rank(item.body, rank)
-            found.append(item if body is item.body else replace(item, body=body))
-        elif isinstance(item, TraceEvent):
-            data = {name: _of_rank(value, rank) for name, value in item.data.items()}
-            same = all(value is item.data[name] for name, value in data.items())
-            found.append(item if same else replace(item, data=data))
-        else:
-            found.append(item)
-    same = len(found) == len(items) and all(new is old for new, old in zip(found, items, strict=True))
-    return items if same else found
-
-
-def _of_rank(value: Any, rank: int) -> Any:
+def of_rank(value: Any, rank: int) -> Any:
+    """Return a rank's part of a trace or of what is in it; what all ranks do alike is shared."""
     if isinstance(value, RankValue):
         return at_rank(value, rank)
-    if isinstance(value, list) and value and isinstance(value[0], _Placed):
-        return list_of_rank(value, rank)
-    if isinstance(value, list) and value and isinstance(value[0], tuple):  # handlers
-        found = [(handler, list_of_rank(arm, rank), ends) for handler, arm, ends in value]
-        return value if all(new[1] is old[1] for new, old in zip(found, value, strict=True)) else found
-    return value
+    if isinstance(value, (list, tuple)):
+        found: list[Any] = []
+        for one in value:
+            if isinstance(one, RankItem):
+                found += [new for ranks, part in one.parts if rank in ranks for new in of_rank(part, rank)]
+            else:
+                found.append(of_rank(one, rank))
+        is_same = len(found) == len(value) and all(map(operator.is_, found, value))
+        return value if is_same else type(value)(found)
+    fields = value if isinstance(value, dict) else vars(value) if isinstance(value, _Placed) else {}
+    new = {name: one for name, old in fields.items() if (one := of_rank(old, rank)) is not old}
+    if not new:
+        return value
+    return {**value, **new} if isinstance(value, dict) else replace(value, **new)
 
 
-def walk(items: list[Item]) -> Iterator[Item]:
-    """Yield every item of a tree, in the order of the program."""
+def walk(items: list[Item]) -> list[Item]:
+    """Return every item of a tree, in the order of the program."""
+    found: list[Item] = []
     for item in items:
-        yield item
+        found.append(item)
         if isinstance(item, BranchItem):
             for arm in item.arms:
-                yield from walk(arm)
+                found += walk(arm)
         elif isinstance(item, (LoopItem, CallItem)):
-            yield from walk(item.body)
+            found += walk(item.body)
+    return found
 
 
 def events(items: list[Item], *kinds: str) -> Iterator[TraceEvent]:
@@ -135,8 +120,3 @@ def events(items: list[Item], *kinds: str) -> Iterator[TraceEvent]:
     for item in walk(items):
         if isinstance(item, TraceEvent) and (item.kind in kinds or not kinds):
             yield item
-
-
-def loops(items: list[Item]) -> Iterator[LoopItem]:
-    """Yield the loops."""
-    yield from (item for item in walk(items) if isinstance(item, LoopItem))

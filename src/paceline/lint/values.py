@@ -104,7 +104,7 @@ class Value:
         return [one for one in self.alternatives() if one.kind in kinds]
 
 
-class Unlike(BaseException):  # noqa: N818 (it is caught where ranks part, and is no error)
+class Unlike(BaseException):
     """Raised where code looks at a value that differs between the ranks that it runs for."""
 
     def __init__(self, groups: list[tuple[int, ...]]) -> None:
@@ -125,58 +125,32 @@ class RankValue(Value):
         self.by_rank = by_rank
         self.list_active = list_active
 
-    def narrow(self) -> Value:
-        """Return the value of the active ranks where they have one, else itself."""
-        found = [self.by_rank[rank] for rank in self.list_active() if rank in self.by_rank]
-        return found[0] if found and all(are_alike(one, found[0]) for one in found) else self
-
-    def look(self) -> Value:
-        """Return the value of the active ranks.
+    def __getattr__(self, name: str) -> Any:
+        """Return what the numbers and texts of the active ranks agree on.
 
         Raises:
-            Unlike: they have several.
+            Unlike: they don't, or these are objects.
         """
-        found = self.narrow()
-        if found is not self:
-            return found
+        values = [at_rank(self, rank) for rank in self.list_active()] or [unknown()]
+        first, *others = (getattr(one, name) for one in values)
+        is_same = all(one is first or one == first for one in others)
+        if is_same and (len({id(one) for one in values}) == 1 or not any(one.kind for one in values)):
+            return first
         groups: list[list[int]] = []
-        for rank in self.list_active():
-            mine = at_rank(self, rank)
-            same = (group for group in groups if are_alike(at_rank(self, group[0]), mine))
-            group = next(same, None)
-            if group is None:
+        for rank, value in zip(self.list_active(), values, strict=True):
+            same = (group for group in groups if are_alike(at_rank(self, group[0]), value))
+            if (group := next(same, None)) is None:
                 groups.append([rank])
             else:
                 group.append(rank)
-        if not groups:
-            return unknown()
+        if len(groups) == 1:
+            return first
         raise Unlike([tuple(group) for group in groups])
 
-    def _is_plain(self) -> bool:
-        return all(not self.by_rank[rank].kind for rank in self.list_active() if rank in self.by_rank)
-
-    def _each(self, name: str, *args: Any) -> Any:
-        """Return what all values agree on, or what those of the active ranks say."""
-        found = [getattr(self.by_rank[rank], name) for rank in self.list_active() if rank in self.by_rank]
-        found = [one(*args) for one in found] if args else found
-        same = found and self._is_plain() and all(one is found[0] or one == found[0] for one in found)
-        looked = found[0] if same else getattr(self.look(), name)
-        return looked if same or not args else looked(*args)
-
-    def fact(self, name: str) -> Any:
-        """Return a fact of the linter, or None."""
-        return self._each("fact", name)
-
-    kind = property(lambda self: "" if self._is_plain() else self.look().kind)  # type: ignore[assignment]
-    taint = property(lambda self: mix(self.by_rank.values()) if self._is_plain() else self.look().taint)  # type: ignore[assignment]
-    is_known = property(lambda self: self._each("is_known"))  # type: ignore[assignment]
-    items = property(lambda self: self._each("items"))  # type: ignore[assignment]
-    deps = property(lambda self: self._each("deps"))  # type: ignore[assignment]
-    const = property(lambda self: self.look().const)  # type: ignore[assignment]
-    ref = property(lambda self: self.look().ref)  # type: ignore[assignment]
-    attrs = property(lambda self: self.look().attrs)  # type: ignore[assignment]
-    node = property(lambda self: self.look().node)  # type: ignore[assignment]
-    loops = property(lambda self: self.look().loops)  # type: ignore[assignment]
+    def narrow(self) -> Value:
+        """Return the value of the active ranks where they have one, else itself."""
+        first, *others = (at_rank(self, rank) for rank in self.list_active())
+        return first if all(are_alike(one, first) for one in others) else self
 
 
 def are_alike(a: Value, b: Value) -> bool:
@@ -255,7 +229,9 @@ def join(a: Value, b: Value, by: int = Taint.NONE) -> Value:
     for one in (a, b):
         if isinstance(one, RankValue) and one.narrow() is one:
             ranks = one.list_active()
-            return RankValue({rank: join(at_rank(a, rank), at_rank(b, rank), by) for rank in ranks}, one.list_active)
+            return RankValue(
+                {rank: join(at_rank(a, rank), at_rank(b, rank), by) for rank in ranks}, one.list_active
+            )
     if not a.kind and not b.kind and a.is_known and b.is_known and type(a.const) is type(b.const):
         try:
             if a.const == b.const:
@@ -317,9 +293,9 @@ def of_ranks(by_rank: dict[int, Value], list_active: Callable[[], tuple[int, ...
     first, *others = by_rank.values()
     if all(are_alike(first, one) for one in others):
         return first
-    if all(one.kind == first.kind and not one.is_known and not one.attrs for one in by_rank.values()):
-        if first.kind in _PLAIN:
-            return reduce(join, by_rank.values())
+    is_unknown = all(one.kind == first.kind and not one.is_known and not one.attrs for one in others)
+    if first.kind in _PLAIN and is_unknown and not first.is_known and not first.attrs:
+        return reduce(join, by_rank.values())
     return RankValue(by_rank, list_active)
 
 

@@ -29,7 +29,7 @@ def main():
     dist.init_process_group("gloo")
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     trainer = Trainer(net, get_loader("data", 64))
-    for _ in range(5):
+    for _ in range(5):  # PL024
         trainer.epoch()
 
 

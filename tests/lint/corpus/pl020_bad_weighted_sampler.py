@@ -27,7 +27,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     criterion = torch.nn.CrossEntropyLoss().cuda()
     loader = get_loader("/data/longtail/train", 64)
-    for epoch in range(90):
+    for epoch in range(90):  # PL024
         for images, target in loader:
             images, target = images.cuda(non_blocking=True), target.cuda(non_blocking=True)
             loss = criterion(model(images), target)

@@ -19,4 +19,4 @@ for epoch in range(2):
         opt.step()
     with torch.no_grad():
         for (x,) in valid_loader:
-            print(model.module(x).mean())
+            print(model.module(x).mean())  # PL060

@@ -14,7 +14,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def _run_epoch(self, epoch):
-        print(f"epoch {epoch} of {len(self.data)} steps")
+        print(f"epoch {epoch} of {len(self.data)} steps")  # PL060
         for source, targets in self.data:
             self.optimizer.zero_grad()
             torch.nn.functional.mse_loss(self.model(source), targets).backward()

@@ -30,7 +30,7 @@ class Regression(Trainer):
 
     def start(self, epoch):
         super().start(epoch)
-        print(epoch)
+        print(epoch)  # PL060
 
     def loss(self, out, y):
         return torch.nn.functional.mse_loss(out, y) * self.scale

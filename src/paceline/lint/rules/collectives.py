@@ -17,8 +17,6 @@ from paceline.lint.trace import (
     LoopItem,
     TraceEvent,
     events,
-    loops,
-    walk,
 )
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
@@ -229,7 +227,7 @@ def unlike_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
     """Return the first send to or receive from another witness; None if that is not known."""
     transfers = list(witness.events("transfer"))
-    unsure = [item for item in walk(witness.items) if isinstance(item, BranchItem)]
+    unsure = [item for item in witness.all_items if isinstance(item, BranchItem)]
     if any(one.kind == "transfer" for item in unsure for arm in item.arms[1:] for one in events(arm)):
         transfers = []
     known = all(event.peer is not None and isinstance(event.peer.const, int) for event in transfers)
@@ -253,7 +251,7 @@ def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with collectives over data that was split by rank without making the parts equal."""
     for witness in witnesses:
-        for loop in loops(witness.items):
+        for loop in witness.loops:
             if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
                 yield at(loop, "this loop has a collective, and its data are split by rank without padding.")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule, trains
-from paceline.lint.trace import TraceEvent, loops
+from paceline.lint.trace import TraceEvent
 from paceline.lint.values import Taint, Value
 
 _SPLITS = re.compile(r"rank|world|replica|shard|node|num_parts|process_index", re.IGNORECASE)
@@ -48,20 +48,33 @@ def _mentions_split(dataset: Value) -> bool:
     return any(_SPLITS.search(name) for name in names if isinstance(name, str))
 
 
-@rule("PL020")
+@rule("PL020 PL024")
 def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loader that gives every rank all samples, and trains a wrapped model."""
     for event, dataset in _plain_loaders(witnesses[0]):
         if not dataset.fact("iterable") and not _mentions_split(dataset):
-            epochs = [
-                one.loops[0]
-                for one in witnesses[0].events("iterate")
-                if one.loader is event.loader and one.loops
-            ]
-            lines = [loop.line for loop in loops(witnesses[0].items) if id(loop.node) in epochs]
-            also = f", and the loop of line {lines[0]} has no set_epoch to call" if lines else ""
-            saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler{also}."
+            saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
             yield at(event, saw)
+            rounds = [one.loops for one in witnesses[0].events("iterate") if one.loader is event.loader]
+            epochs = {one[len(event.loader.loops)] for one in rounds if len(one) > len(event.loader.loops)}
+            for loop in witnesses[0].loops:
+                if id(loop.node) in epochs and loop.count not in (0, 1):
+                    yield at(loop, "no round tells a DistributedSampler its epoch: there is none.", "PL024")
+
+
+@rule("PL828")
+def unlike_batches(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report batch sizes that depend on the rank, if means over them train a model that DDP keeps equal."""
+    first, *others = witnesses
+    means = [event.deps for event in first.events("backward") if event.is_mean and any(event.quiet)]
+    for other in others:
+        sizes = {id(event.node): event.batch_size.const for event in other.events("loader")}
+        for event in first.events("loader"):
+            pair = event.batch_size.const, sizes.get(id(event.node))
+            is_used = any(event.loader in deps for deps in means)
+            if all(isinstance(one, int) for one in pair) and pair[0] != pair[1] and is_used:
+                ranks = f"{pair[0]} on rank {first.place.rank} and {pair[1]} on rank {other.place.rank}"
+                yield at(event, f"a batch has {ranks}, and each mean loss counts the same.")
 
 
 @rule("PL021")
@@ -133,7 +146,7 @@ def no_set_epoch(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 def _runs_once(witness: WitnessTrace, around: tuple[int, ...]) -> bool:
-    counts = [loop.count for loop in loops(witness.items) if id(loop.node) in around]
+    counts = [loop.count for loop in witness.loops if id(loop.node) in around]
     return bool(counts) and all(count is not None and count <= 1 for count in counts)
 
 

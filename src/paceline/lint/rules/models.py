@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule, trains
-from paceline.lint.trace import BranchItem, events, walk
+from paceline.lint.trace import BranchItem, events
 
 
 @rule("PL054")
@@ -13,7 +13,7 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report requires_grad that changes after DDP has counted the parameters."""
     witness = witnesses[0]
     items = witness.all_events
-    arms = [arm for item in walk(witness.items) if isinstance(item, BranchItem) for arm in item.arms]
+    arms = [arm for item in witness.all_items if isinstance(item, BranchItem) for arm in item.arms]
     partly = {id(event.node) for arm in arms for event in events(arm, "requires_grad")}
     for wrap in [item for item in items if item.kind == "wrap" and item.what == "ddp"]:
         wrapper, later = wrap.wrapper, items[items.index(wrap) + 1 :]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from paceline.lint.trace import Item, TraceEvent, walk
+from paceline.lint.trace import Item, LoopItem, TraceEvent, events, walk
 from paceline.lint.values import Value, WitnessPlace
 
 Level = Literal["error", "warning", "advice"]
@@ -31,9 +31,24 @@ class WitnessTrace:
     spawns: bool
 
     @cached_property
+    def all_items(self) -> list[Item]:
+        """The events, branches, loops and calls, in the order of the program."""
+        return list(walk(self.items))
+
+    @cached_property
     def all_events(self) -> list[TraceEvent]:
         """The events in the order of the program."""
-        return [item for item in walk(self.items) if isinstance(item, TraceEvent)]
+        return [item for item in self.all_items if isinstance(item, TraceEvent)]
+
+    @cached_property
+    def rounds(self) -> list[tuple[LoopItem, list[TraceEvent]]]:
+        """Each loop with the events in it."""
+        return [(item, list(events(item.body))) for item in self.all_items if isinstance(item, LoopItem)]
+
+    @property
+    def loops(self) -> list[LoopItem]:
+        """The loops."""
+        return [loop for loop, _ in self.rounds]
 
     def events(self, *kinds: str) -> Iterator[TraceEvent]:
         """Yield the events of some kinds, in the order of the program."""

@@ -51,7 +51,7 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a file that ranks of one node write at the same time."""
     first, second = witnesses[0], witnesses[1]
     others = {id(event.node): event for event in second.events("save")}
-    unsure = {id(event.node) for event in _under_unread_conditions(first.items)}
+    unsure = {id(event.node) for event in _under_unread_conditions(first.items, "save")}
     for event in first.events("save"):
         if id(event.node) in unsure:  # such as a file that is there already
             continue
@@ -63,13 +63,51 @@ def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             yield at(event, f"every rank writes the file{name}.")
 
 
-def _under_unread_conditions(items: Sequence[Item]) -> Iterator[TraceEvent]:
+def _under_unread_conditions(items: Sequence[Item], kind: str) -> Iterator[TraceEvent]:
     for item in walk(list(items)):
         if not isinstance(item, BranchItem):
             continue
         if Taint.RANK & item.taint or (Taint.UNKNOWN & item.taint and not Taint.LOCAL & item.taint):
             for arm in item.arms:
-                yield from events(arm, "save")
+                yield from events(arm, kind)
+
+
+@rule("PL060", "advice")
+def prints_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a line that every rank prints in the loop that trains a wrapped model."""
+    first, second = witnesses[0], witnesses[1]
+    rounds = {number for event in first.events("backward") if any(event.quiet) for number in event.loops}
+    others = {id(event.node) for event in second.events("print")}
+    unsure = {id(event.node) for event in _under_unread_conditions(first.items, "print")}
+    for item in first.all_items:
+        if isinstance(item, BranchItem) and Taint.LOCAL & item.taint:
+            unsure |= {id(event.node) for arm in item.arms for event in events(arm, "print")}
+    for event in first.events("print"):
+        if event.names_rank or event.started is not True or not rounds & set(event.loops):
+            continue
+        if id(event.node) in others - unsure:
+            yield at(event, "every rank prints this line.")
+
+
+@rule("PL064", "warning")
+def setting_too_late(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a variable that is set after the library that reads it once has been loaded."""
+    witness = witnesses[0]
+    if any(witness.events("threads")) or witness.spawns:
+        return
+    for event in witness.events("setenv"):
+        if event.late and event.key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            yield at(event, f"{event.key} is read when torch or numpy is imported, which was before.")
+
+
+@rule("PL830")
+def one_random_state(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report ranks with seeds of their own that all set the random state of one file."""
+    for event in witnesses[1].events("random"):
+        state, seed = event.value, event.seed
+        is_one = state is not None and state.kind == "loaded" and not Taint.RANK & state.taint
+        if is_one and event.started is True and seed is not None and seed & (Taint.RANK | Taint.LOCAL):
+            yield at(event, "ranks with seeds of their own all set the state of one file.")
 
 
 @rule("PL042")

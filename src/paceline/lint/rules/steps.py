@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
-from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events, loops
-from paceline.lint.values import Value
+from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events
+from paceline.lint.values import Taint, Value
 
 _MODELS = ("model", "ddp", "fsdp")
 
@@ -46,12 +46,6 @@ def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                     yield at(event, saw)
 
 
-def _rounds(witness: WitnessTrace) -> Iterator[tuple[LoopItem, list[TraceEvent]]]:
-    """Yield each loop with the events in it."""
-    for loop in loops(witness.items):
-        yield loop, list(events(loop.body))
-
-
 def _parts(model: Value, depth: int = 4) -> set[Value]:
     """Return a model with the modules in it."""
     inner = [part for part in model.attrs.values() if isinstance(part, Value) and part.kind in _MODELS]
@@ -75,7 +69,7 @@ def _may_clear(event: TraceEvent, models: set[Value]) -> bool:
 def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a loop with backward and step in which nothing clears the gradients."""
     seen: set[int] = set()
-    for loop, found in sorted(_rounds(witnesses[0]), key=lambda pair: len(pair[1])):
+    for loop, found in sorted(witnesses[0].rounds, key=lambda pair: len(pair[1])):
         backwards = [event for event in found if event.kind == "backward"]
         for step in found if backwards else ():
             target = step.target
@@ -115,7 +109,7 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
 
     The events of the loop are given where the window is a branch: the rounds of an inner loop may be tasks.
     """
-    for loop, found in _rounds(witness):
+    for loop, found in witness.rounds:
         for item, size in _windows(loop.body):
             inside = list(events([item], "step", "backward", "clear"))
             outside = [event for event in found if event not in inside]
@@ -155,7 +149,7 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     witness = witnesses[0]
     if any(witness.events("grad")):
         return
-    for _, found in _rounds(witness):
+    for _, found in witness.rounds:
         backwards = [event for event in found if event.kind == "backward"]
         if any(event.kind == "coll" for event in found):
             continue
@@ -176,6 +170,146 @@ def clip_before_unscale(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     found: list[Spot] = []
     _clips(witnesses[0].items, None, found)
     return iter(found)
+
+
+@rule("PL035")
+def clip_of_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a norm over the gradients of this rank's shards, by which each rank clips its own."""
+    for event in witnesses[0].events("clip"):
+        if event.is_norm and any(dep.kind == "fsdp" and not dep.fact("is_whole") for dep in event.deps):
+            yield at(event, "each rank takes the norm of its own shards for that of the model.")
+
+
+def _summed_by_hand(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, set[Value]]]:
+    """Yield the sums of gradients over ranks that the script calls itself, with the models."""
+    for _, found in witness.rounds:
+        sums = [
+            event
+            for event in found
+            if event.kind == "coll" and event.op == "all_reduce" and event.group is None
+            if event.out is not None and event.out.fact("grad")
+        ]
+        means = {dep for event in found if event.kind == "backward" and event.is_mean for dep in event.deps}
+        for step in found if sums else ():
+            models = _models(step.target) & means if _changes_weights(step) else set()
+            if models and not any(model.kind != "model" or model.fact("wrapped") for model in models):
+                yield from ((event, models) for event in sums if models & event.out.deps)
+
+
+@rule("PL036")
+def sum_for_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report gradients of mean losses that are summed over ranks and never divided."""
+    witness = witnesses[0]
+    if any(witness.events("grad", "scaled")):
+        return
+    for event, _ in _summed_by_hand(witness):
+        op = event.reduce_op
+        if op is None or (op.kind == "lib" and op.ref.endswith(".SUM")):
+            yield at(
+                event, "gradients are summed over ranks, and nothing divides them by the number of ranks."
+            )
+
+
+@rule("PL826")
+def unlike_starts(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a model that each rank draws by itself, if ranks then apply the same gradients to it."""
+    witness = witnesses[0]
+    if any(event.op.startswith("broadcast") or event.via for event in witness.events("coll")):
+        return
+    loaded = {one for event in witness.events("load_state") for one in event.model.alternatives()}
+    for _, models in _summed_by_hand(witness):
+        for model in models - loaded:
+            others = [one for one in witness.events("coll") if one.out is not None and model in one.out.deps]
+            is_drawn = any(part.fact("drawn") for part in _parts(model))
+            if is_drawn and not model.fact("escaped") and all(one.out.fact("grad") for one in others):
+                saw = "ranks draw different weights here, and then apply the same gradients to them."
+                yield Spot(model.node, witness.items[0].path, saw)
+
+
+@rule("PL038")
+def backward_of_a_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report the backward of a loss that all_reduce and a division have made a mean."""
+    for event in witnesses[0].events("backward"):
+        if event.is_averaged and any(event.quiet):
+            saw = (
+                "all_reduce has no gradient, so dividing by the number of ranks scales it, and DDP does too."
+            )
+            yield at(event, saw)
+
+
+@rule("PL061", "warning")
+def waits_in_each_round(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a rank that waits for its device or the others in each round beside the sum of gradients."""
+    witness = witnesses[0]
+    if any(event.is_timer for event in witness.events("clock")):
+        return
+    for loop, found in witness.rounds:
+        straight = list(_straight(loop.body))
+        if any(event.kind in ("clock", "save", "load") for event in found):
+            continue
+        if any(event.kind == "backward" and False in event.quiet.values() for event in straight):
+            for event in straight:
+                if event.kind == "sync" or (event.kind == "coll" and event.op == "barrier"):
+                    yield at(event, f"each round waits at `{name_of(event.node)}`.")
+
+
+def _straight(items: Sequence[Item]) -> Iterator[TraceEvent]:
+    """Yield the events that happen in any case."""
+    for item in items:
+        if isinstance(item, TraceEvent):
+            yield item
+        elif isinstance(item, CallItem):
+            yield from _straight(item.body)
+
+
+@rule("PL825")
+def unlike_rates(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a learning rate that depends on the rank, of a model that DDP keeps equal."""
+    first, *others = witnesses
+    for other in others:
+        rates = {id(event.node): event.lr for event in other.events("optimizer")}
+        for event in first.events("optimizer"):
+            pair = [one.const for one in (event.lr, rates.get(id(event.node))) if one is not None]
+            copies = [
+                one for one in _models(event.optimizer) if one.kind == "ddp" and one.fact("group") is None
+            ]
+            if (
+                len(pair) == 2
+                and all(isinstance(one, (int, float)) for one in pair)
+                and pair[0] != pair[1]
+                and copies
+            ):
+                yield at(
+                    event,
+                    f"lr is {pair[0]} on rank {first.place.rank} and {pair[1]} on rank {other.place.rank}.",
+                )
+
+
+@rule("PL831")
+def nothing_exchanged(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a training on each rank's part of the samples whose ranks never exchange anything."""
+    witness = witnesses[1]
+    idle = ("barrier", "monitored_barrier")
+    if any(event.op not in idle for event in witness.events("coll")):
+        return
+    if any(witness.events("grad", "wrap", "shard", "transfer")) or any(
+        Taint.RANK & event.target.taint for event in witness.events("save") if event.target is not None
+    ):
+        return
+    for step in witness.events("step"):
+        models = _models(step.target)
+        if not _changes_weights(step) or step.started is not True or not models:
+            continue
+        if step.target.kind != "optimizer" or any(
+            one.fact("escaped") or one.fact("own_sync") for one in (step.target, *models)
+        ):
+            continue
+        deps = [event.deps for event in witness.events("backward") if models & event.deps]
+        loaders = {dep for some in deps for dep in some if dep.kind == "loader"}
+        if any(one.attrs["sampler"].fact("distributed") for one in loaders):
+            yield at(
+                step, f"`{name_of(step.node)}` uses the gradients of this rank alone: nothing is exchanged."
+            )
 
 
 def _clips(items: Sequence[Item], scaled: TraceEvent | None, found: list[Spot]) -> TraceEvent | None:

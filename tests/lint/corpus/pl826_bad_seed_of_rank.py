@@ -23,7 +23,7 @@ def average_gradients(model):
 
 dist.init_process_group("gloo")
 torch.manual_seed(1234 + int(os.environ["RANK"]))
-model = Net()  # PL037
+model = Net()  # PL826
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 for _ in range(50):
     optimizer.zero_grad()

@@ -6,7 +6,7 @@ from torch import nn
 def main():
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    model = nn.Linear(8, 1)  # PL037
+    model = nn.Linear(8, 1)  # PL826
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(50):
         optimizer.zero_grad()
