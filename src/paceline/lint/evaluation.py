@@ -77,7 +77,7 @@ class Evaluator:
         self.set = self.trail.set
         self.out: list[Any] = []
         self.meant: set[int] = set()  # ranks that the script compares its own with
-        self.builtins: dict[str, Any] = {}  # that the script has replaced
+        self.builtins: dict[str, Value] = {}  # that the script has replaced
         self.has_torch = False  # is imported
         self.is_spawned = False
         self.initialized: bool | None = False  # None: on some paths

@@ -217,13 +217,14 @@ def unlike_starts(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     if any(event.op.startswith("broadcast") or event.via for event in witness.events("coll")):
         return
     loaded = {one for event in witness.events("load_state") for one in event.model.alternatives()}
-    for _, models in _summed_by_hand(witness):
+    for step, models in _summed_by_hand(witness):
         for model in models - loaded:
             others = [one for one in witness.events("coll") if one.out is not None and model in one.out.deps]
             is_drawn = any(part.fact("drawn") for part in _parts(model))
             if is_drawn and not model.fact("escaped") and all(one.out.fact("grad") for one in others):
                 saw = "ranks draw different weights here, and then apply the same gradients to them."
-                yield Spot(model.node, witness.items[0].path, saw)
+                assert model.node is not None
+                yield Spot(model.node, step.path, saw)
 
 
 @rule("PL038")
