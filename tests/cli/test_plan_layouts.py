@@ -7,7 +7,9 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +162,7 @@ def test_a_plan_needs_no_torch(llama: Path) -> None:
         ("2 nodes of 8 H100, 3 parsec", "PL930", "'parsec'"),
         ("8 nodes of 8 H100-8", "PL931", "Did you mean h100-80?"),
         ("8 XYZ", "PL931", "'XYZ'"),
+        ("2 nodes of 8 H100, 1.2.3 Gbit/s", "PL930", "1.2.3"),
         ("0 nodes of 8 A100", "PL932", "nodes: 0"),
         ("2 nodes of 0 A100", "PL932", "ranks per node: 0"),
         ("-2 nodes of 8 A100", "PL932", "nodes: -2"),
@@ -178,13 +181,18 @@ def test_a_wrong_cluster_is_refused(llama: Path, cluster: str, code: str, words:
     assert words in str(found.value)
 
 
+INSIDE = "[inside]\nalpha_s = 1e-5\nbytes_per_s = 1e9"
 CLUSTER = {
     "end": "[end]\ncomplete = true", "nodes": "2", "ranks_per_node": "2",
-    "inside": "[inside]\nalpha_s = 1e-5\nbytes_per_s = 1e9",
+    "inside": INSIDE,
     "between": "[between]\nalpha_s = 1e-4\nbytes_per_s = 1e8",
     "processor": '[processor]\nname = "cpu"\nmemory_bytes = 1e10\nmemory_bytes_per_s = 1e10\ncall_s = 1e-5\n'
     "products = [[64.0, 64.0, 64.0, 4, 1e10], [64.0, 64.0, 64.0, 2, 1e10]]",
 }  # fmt: skip
+
+
+def write_product(row: str) -> str:
+    return CLUSTER["processor"].replace("64.0, 64.0, 64.0, 4, 1e10", row)
 
 
 def write_cluster(path: Path, **changed: str | None) -> Path:
@@ -216,6 +224,35 @@ def test_a_probed_cluster_is_planned_for(
         ({"between": "[between]\nalpha_s = -1e-4\nbytes_per_s = 1e8"}, "PL932", "between.alpha_s: -0.0001"),
         ({"inside": "[inside]\nalpha_s = 1e-4\nbytes_per_s = nan"}, "PL932", "inside.bytes_per_s: nan"),
         ({"nodes": "2 2"}, "PL933", "cannot be read"),
+        ({"ranks_per_node": "2.5"}, "PL933", "ranks_per_node is 2.5"),
+        (
+            {"processor": write_product("64.0, 4")},
+            "PL933",
+            "[64.0, 4]",
+        ),
+        (
+            {"processor": write_product("'a', 64.0, 64.0, 4, 1e10")},
+            "PL933",
+            "'a'",
+        ),
+        (
+            {"processor": write_product("0, 64.0, 64.0, 4, 1e10")},
+            "PL932",
+            ": 0.",
+        ),
+        (
+            {"inside": INSIDE + "\nall_reduce = { bytes_per_s = 1 }"},
+            "PL933",
+            "empty_s is missing",
+        ),
+        (
+            {"inside": INSIDE + "\nall_reduce = { empty_s = -1, bytes_per_s = 1 }"},
+            "PL932",
+            "empty_s: -1",
+        ),
+        ({"inside": INSIDE + "\nranks = 'two'"}, "PL933", "inside.ranks is 'two'"),
+        ({"end": "[end]\ncomplete = true\n[step]\nother_s = 'long'"}, "PL933", "step.other_s is 'long'"),
+        ({"end": "[end]\ncomplete = true\n[step]\nother_s = -4"}, "PL932", "step.other_s: -4"),
     ],
 )
 def test_a_wrong_cluster_file_is_refused(
@@ -262,7 +299,7 @@ def test_a_target_that_is_neither_recipe_nor_function_is_refused() -> None:
     assert found.value.code == "PL934"
 
 
-def write_run(folder: Path, recipe: str, rows: list[dict[str, float]]) -> Path:
+def write_run(folder: Path, recipe: str, rows: Sequence[dict[str, Any]]) -> Path:
     folder.mkdir()
     (folder / "recipe.toml").write_text(recipe)
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -285,6 +322,8 @@ def test_a_run_narrows_the_interval(llama: Path, tmp_path: Path, capsys: pytest.
     ("recipe", "rows", "words"),
     [
         (LLAMA, 4, "1 steps after the first 3"),
+        (LLAMA, "long", "0 steps after the first 3"),
+        (LLAMA, math.inf, "0 steps after the first 3"),
         (LLAMA.replace("layers = 32", "layers = 16"), 20, "its model has"),
         (LLAMA.replace("seq_len = 4096", "seq_len = 2048"), 20, "samples of 2048 tokens"),
         (LLAMA.replace('"bf16"', '"fp32"'), 20, "numbers of 4 bytes"),
@@ -292,9 +331,10 @@ def test_a_run_narrows_the_interval(llama: Path, tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_run_of_something_else_does_not_calibrate(
-    llama: Path, tmp_path: Path, recipe: str, rows: int, words: str
+    llama: Path, tmp_path: Path, recipe: str, rows: object, words: str
 ) -> None:
-    folder = write_run(tmp_path / "run", recipe, [{"step_s": 1.0}] * rows)
+    steps = [{"step_s": 1.0}] * rows if isinstance(rows, int) else [{"step_s": rows}] * 20
+    folder = write_run(tmp_path / "run", recipe, steps)
     with pytest.raises(PacelineError) as found:
         run(llama, "--cluster", "8 H100", "--calibrate", folder)
     assert found.value.code == "PL935"

@@ -22,7 +22,7 @@ from paceline.plan.calls import BUS_FACTORS
 _WORDS = re.compile(
     r"(?:(?P<nodes>-?\d+)\s*nodes?\s*(?:of|x)\s*)?(?P<ranks>-?\d+)\s*(?:x\s*)?"
     r"(?P<name>(?!nodes?\b)[A-Za-z][\w -]*?)"
-    r"(?:\s*,\s*(?P<rate>-?[\d.]+)\s*(?P<unit>[A-Za-z/]+))?\s*"
+    r"(?:\s*,\s*(?P<rate>-?(?:\d+\.?\d*|\.\d+))\s*(?P<unit>[A-Za-z/]+))?\s*"
 )
 _UNITS = {"gbit/s": 1e9 / 8, "gb/s": 1e9, "mbit/s": 1e6 / 8, "mb/s": 1e6, "gbps": 1e9 / 8}
 MOST_RANKS = 1 << 20
@@ -289,57 +289,62 @@ def read_file(path: Path) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _file_error(path, f"it cannot be read ({error})") from None
-    if table.get("end", {}).get("complete") is not True:
+    end = table.get("end")
+    if not isinstance(end, dict) or end.get("complete") is not True:
         raise _file_error(path, "the probe did not finish (`complete` is not true)")
-    nodes, ranks = (int(_read(path, table, "", key)) for key in ("nodes", "ranks_per_node"))
-    check_number("nodes", nodes, most=MOST_RANKS)
-    check_number("ranks_per_node", ranks, most=MOST_RANKS)
+
+    def read(values: object, where: str, default: float | None = None) -> float:
+        """Return the number at the last word of a place in the file."""
+        value = values.get(where.rpartition(".")[2], default) if isinstance(values, dict) else values
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _file_error(path, f"{where} is {'missing' if value is None else repr(value)}")
+        return float(value) if value == default else check_number(where, value)
+
+    def read_whole(where: str) -> int:
+        value = read(table, where)
+        if value != int(value):
+            raise _file_error(path, f"{where} is {value:g}, not a whole number")
+        return int(check_number(where, value, most=MOST_RANKS))
+
+    nodes, ranks = read_whole("nodes"), read_whole("ranks_per_node")
     wires = {}
     for name, needed in (("inside", ranks > 1), ("between", nodes > 1)):
         section = table.get(name)
-        if section is None and needed:
-            raise _file_error(path, f"[{name}] is missing, and there are {nodes} nodes of {ranks} ranks")
-        if section is not None:
-            calls = {
-                key: (float(row["empty_s"]), check_number(f"{name}.{key}", float(row["bytes_per_s"])))
-                for key, row in section.items()
-                if isinstance(row, dict)
-            }
-            wires[name] = Wire(
-                check_number(f"{name}.alpha_s", _read(path, section, name, "alpha_s")),
-                check_number(f"{name}.bytes_per_s", _read(path, section, name, "bytes_per_s")),
-                calls,
-                int(section.get("ranks", 0)),
-            )
-    chip = table.get("processor", {})
-    rows = tuple(tuple(row) for row in chip.get("products", ()))
-    if not rows:
+        if not isinstance(section, dict):
+            if needed or section is not None:
+                raise _file_error(path, f"[{name}] is missing, and there are {nodes} nodes of {ranks} ranks")
+            continue
+        calls = {
+            key: (read(row, f"{name}.{key}.empty_s"), read(row, f"{name}.{key}.bytes_per_s"))
+            for key, row in section.items()
+            if isinstance(row, dict)
+        }
+        alpha_s, rate = (read(section, f"{name}.{key}") for key in ("alpha_s", "bytes_per_s"))
+        wires[name] = Wire(alpha_s, rate, calls, int(read(section, f"{name}.ranks", 0)))
+    chip = table.get("processor")
+    rows = chip.get("products") if isinstance(chip, dict) else None
+    if not isinstance(chip, dict) or not isinstance(rows, list) or not rows:
         raise _file_error(path, "[processor] has no `products`")
-    best: dict[int, float] = {}
-    for *_, size, rate in rows:
-        best[int(size)] = max(best.get(int(size), 0.0), check_number("a product's rate", rate))
-    memory, rate, call_s = (check_number(key, _read(path, chip, "processor", key)) for key in _MEASURED)
+    products, best = [], dict[int, float]()
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 5:
+            raise _file_error(path, f"a product is {row!r}, not rows, inner, columns, bytes and a rate")
+        *shape, size, speed = (read(each, "a product's number") for each in row)
+        products.append((*shape, int(size), speed))
+        best[int(size)] = max(best.get(int(size), 0.0), speed)
+    names = ("memory_bytes", "memory_bytes_per_s", "call_s")
+    memory, rate, call_s = (read(chip, f"processor.{name}") for name in names)
+    remarks = table.get("remarks", [])
     return Cluster(
         nodes,
         ranks,
-        Processor(str(chip.get("name", "cpu")), best, 1.0, memory, rate, call_s, rows),
+        Processor(str(chip.get("name", "cpu")), best, 1.0, memory, rate, call_s, tuple(products)),
         wires.get("inside"),
         wires.get("between"),
         is_probed=True,
-        remarks=tuple(table.get("remarks", ())),
-        step_s=float(table.get("step", {}).get("other_s", 0.0)),
+        remarks=tuple(map(str, remarks if isinstance(remarks, list) else [remarks])),
+        step_s=read(table.get("step", {}), "step.other_s", 0.0),
     )
-
-
-_MEASURED = ("memory_bytes", "memory_bytes_per_s", "call_s")
-
-
-def _read(path: Path, table: dict[str, Any], section: str, key: str) -> float:
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        where = f"{section}.{key}" if section else key
-        raise _file_error(path, f"{where} is {'missing' if value is None else repr(value)}")
-    return float(value)
 
 
 def _file_error(path: Path, what: str) -> PacelineError:

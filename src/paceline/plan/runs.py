@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ def calibrate(run: Path, costs: ModelCosts, cluster: Cluster, fit: Constants) ->
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise _refuse(run, f"metrics.jsonl cannot be read ({error})") from None
-    rows = [row for row in rows if isinstance(row, dict) and row.get("step_s", 0) > 0][_WARM_UP:]
+    rows = [row for row in rows if isinstance(row, dict) and _is_time(row.get("step_s"))][_WARM_UP:]
     if len(rows) < _FEWEST:
         raise _refuse(run, f"it has {len(rows)} steps after the first {_WARM_UP}; {_FEWEST} are needed")
     recipe = load_recipe(run / "recipe.toml", [])
@@ -105,7 +106,7 @@ def calibrate(run: Path, costs: ModelCosts, cluster: Cluster, fit: Constants) ->
     nodes = -(-ranks // cluster.ranks_per_node)
     used = replace(cluster, nodes=nodes, ranks_per_node=min(ranks, cluster.ranks_per_node))
     times = [float(row["step_s"]) for row in rows]
-    waits = [float(row["comm_s"]) for row in rows if isinstance(row.get("comm_s"), int | float)]
+    waits = [float(row["comm_s"]) for row in rows if _is_time(row.get("comm_s"))]
     quartiles = statistics.quantiles(times, n=4)
     return Calibration(
         layout,
@@ -114,6 +115,10 @@ def calibrate(run: Path, costs: ModelCosts, cluster: Cluster, fit: Constants) ->
         statistics.median(waits) if waits else None,
         StepModel(own, used, fit).time(layout),
     )
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _refuse(run: Path, what: str) -> PacelineError:
