@@ -35,17 +35,21 @@ class Costs:
     message: Time = 0
     activations: float | Sequence[float] = 1
 
-    def duration(self, action: Action) -> Time:
-        """Return how long an action takes."""
-        if action.kind is ActionKind.FORWARD:
-            return _of(self.forward, action.stage)
-        if action.kind is ActionKind.INPUT:
-            return _of(self.input, action.stage)
-        if action.kind is ActionKind.WEIGHT:
-            return _of(self.weight, action.stage)
-        if self.backward is not None:
-            return _of(self.backward, action.stage)
-        return _of(self.input, action.stage) + _of(self.weight, action.stage)
+    def list_durations(self, num_stages: int) -> dict[ActionKind, list[Time]]:
+        """Return how long actions take, by kind and stage."""
+        ways = (self.forward, self.input, self.weight)
+        forward, own, weight, whole = (
+            [each] * num_stages if isinstance(each, int | float) else list(each)
+            for each in (*ways, 0 if self.backward is None else self.backward)
+        )
+        if self.backward is None:
+            whole = [a + b for a, b in zip(own, weight, strict=True)]
+        return {
+            ActionKind.FORWARD: forward,
+            ActionKind.INPUT: own,
+            ActionKind.WEIGHT: weight,
+            ActionKind.BACKWARD: whole,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         costs: of the actions; default: 1 for each forward, gradient of inputs and gradient of weights.
     """
     costs = costs or Costs()
+    durations, message = costs.list_durations(schedule.num_stages), costs.message
     done: list[Time | None] = [None] * (1 + 2 * schedule.num_stages * schedule.num_microbatches)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     places = [0] * schedule.num_ranks
@@ -118,10 +123,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
                     if time is None:
                         arrived = False
                         break
-                    start = max(start, time + costs.message if crosses else time)
+                    start = max(start, time + message if crosses else time)
                 if not arrived:
                     break
-                free[rank] = done[result] = start + costs.duration(action)
+                free[rank] = done[result] = start + durations[action.kind][action.stage]
                 spans[rank].append(Span(action, start, free[rank]))
                 places[rank] += 1
                 moved = True
@@ -144,15 +149,11 @@ def count_kept(spans: Sequence[Span], costs: Costs) -> float:
     now = most = 0.0
     for span in spans:
         action = span.action
-        size = _of(costs.activations, action.stage)
+        kept = costs.activations
+        size = kept if isinstance(kept, int | float) else kept[action.stage]
         if action.kind is ActionKind.FORWARD:
             now += size
             most = max(most, now)
         elif action.kind is not ActionKind.INPUT or (action.stage, action.microbatch) not in split:
             now -= size
     return most
-
-
-def _of(value: Time | Sequence[Time], stage: int) -> Time:
-    # Asked a million times by a plan: `Sequence` would be much slower to compare with.
-    return value if isinstance(value, int | float) else value[stage]
