@@ -18,9 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from published import ROWS, Run, read_runs
+from quantiles import find_quantiles
 
 from paceline.plan.demand import Demands
-from paceline.plan.fit import Constants, find_quantiles
+from paceline.plan.fit import Constants
 from paceline.plan.search import find_limit
 from paceline.plan.step import StepModel
 

@@ -31,9 +31,10 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from evaluate import draw  # noqa: E402
+from quantiles import find_quantiles  # noqa: E402
 
 from paceline.plan.cluster import read_file  # noqa: E402
-from paceline.plan.fit import find_interval, find_quantiles, load_constants  # noqa: E402
+from paceline.plan.fit import find_interval, load_constants  # noqa: E402
 from paceline.plan.recipe_costs import of_recipe  # noqa: E402
 from paceline.plan.search import find_tie  # noqa: E402
 from paceline.plan.step import StepModel  # noqa: E402

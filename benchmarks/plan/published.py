@@ -119,6 +119,10 @@ def read_run(row: dict[str, str]) -> Run:
     if schedule == "interleaved" and (batch // dp // micro) % pp:
         layout = Layout(**{**vars(layout), "schedule": "1f1b", "chunks": 1})
     costs = _make_costs(row, layers, hidden, heads, batch, min(micro, batch // dp))
+    if cp > 1:  # others divide what is outside of blocks, too
+        kept = costs.after.kept
+        after = replace(costs.after, kept=Kept(kept.split / cp, kept.whole / cp, kept.joined / cp))
+        costs = replace(costs, after=after, loss_bytes=costs.loss_bytes / cp)
     rate = _find_rate(row["interconnect"], node)
     words = f"{ranks // node} nodes of {node} {gpu}" + (f", {rate:g} Gbit/s" if rate and ranks > node else "")
     publication = next((name for name in FAMILIES if row["source"].startswith(name)), row["source"])
@@ -163,7 +167,7 @@ def _make_costs(
     )  # of the products, selective keeps every other one
     if halves:
         few = blocks[0].kept_selective
-        few = Kept(0.55 * few.split, 0.55 * few.whole)
+        few = Kept(0.55 * few.split, 0.55 * few.whole, 0.55 * few.joined)
         blocks = [replace(block, kept_selective=few) for block in blocks]
     megatron = source.startswith(("Narayanan", "Megatron", "NeMo", "Zero Bubble", "nanotron"))
     fsdp = not megatron

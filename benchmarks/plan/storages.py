@@ -1,17 +1,19 @@
-"""Compares planned memory with the storages of tensors that real steps have at their fullest, on 1 CPU rank.
+"""Compares planned memory with the storages of tensors that real steps have at their fullest, on CPU ranks.
 
     python benchmarks/plan/storages.py [MODEL ...]     # measures the layouts that storages.jsonl lacks
     python benchmarks/plan/storages.py --report        # plans all measured steps anew, and prints the table
+    python benchmarks/plan/storages.py --report all    # a line for each layout
 
-Each model is trained for three steps under every legal layout (with each recompute). In the third, all
-storages that exist before it, and those that operations make, count as long as they live; the most at
-once is compared with the plan of the rank that has most, without the libraries. Models are small: only
-the arithmetic is tested.
+Each model is trained for three steps under every legal layout of 1 and 2 ranks (with each recompute), and
+those of 4 ranks that have several axes. In the third step, all storages that exist before it, and those that
+operations make, count as long as they live; the most at once is compared with the plan of the rank that has
+most, without the libraries. Models are small: only the arithmetic is tested.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -26,29 +28,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import paceline
 from paceline.bench.traced import trace_costs
 from paceline.data.task import build_data
-from paceline.plan.cluster import read_cluster
+from paceline.plan.cluster import Cluster, Processor
 from paceline.plan.costs import ModelCosts
 from paceline.plan.demand import Demands
-from paceline.plan.fit import load_constants
 from paceline.plan.recipe_costs import of_recipe
 from paceline.recipe import Layout, Recipe, Rules, load_recipe
 from paceline.recipe.layout import CHOICES
+from paceline.torch_seams.tensors import is_fake
 from paceline.train.run import build_loader, build_trainer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-
-from machine import quote_setting  # noqa: E402
-
+RANKS = (1, 2, 4)
+SAMPLES, MICROBATCHES, TOKENS, VOCAB = 4, 2, 128, 512
+# What a cluster has beside memory makes no difference here.
+CPU = Processor("cpu", {4: 1e10}, 1.0, 1e10, 1e10, 1e-6)
+CLUSTER = Cluster(1, max(RANKS), CPU, None, None)
 ROWS = HERE / "storages.jsonl"
-RANKS, SAMPLES, MICROBATCHES, TOKENS, VOCAB = 1, 4, 2, 128, 512
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class Model:
             return {"pixel_values": torch.randn(samples, 3, 64, 64)}
         return {"input_ids": torch.randint(VOCAB, (samples, TOKENS))}
 
+    def find_loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if self.is_image:
+            return functional.cross_entropy(output, torch.zeros(len(output), dtype=torch.int64))
+        return functional.cross_entropy(output.flatten(0, 1), batch["input_ids"].flatten())
+
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(**batch).logits
 
@@ -74,8 +83,30 @@ def _hf(name: str, config: str, **words: Any) -> nn.Module:
     return getattr(transformers, name)(sizes)
 
 
+class Lora(nn.Module):
+    """A frozen matrix, and two narrow ones that learn beside it (Hu et al. 2021)."""
+
+    def __init__(self, whole: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.whole = whole.requires_grad_(False)
+        self.down = nn.Linear(whole.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, whole.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.whole(x) + self.up(self.down(x))
+        return out
+
+
+def _adapt(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build().requires_grad_(False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        attention: Any = layer.self_attn
+        attention.q_proj, attention.v_proj = Lora(attention.q_proj), Lora(attention.v_proj)
+    return model
+
+
 WIDTHS = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384}
-MODELS = {
+MODELS: dict[str, Model] = {
     "llama": Model(
         partial(_hf, "LlamaForCausalLM", "LlamaConfig", vocab_size=VOCAB, **WIDTHS, use_cache=False)
     ),
@@ -101,35 +132,58 @@ MODELS = {
 }  # fmt: skip
 
 
+MODELS["lora"] = Model(partial(_adapt, MODELS["llama"].build))
+
+
 class Meter(TorchDispatchMode):
-    """Counts the bytes of storages that exist, as long as they live; `most` is the most at once."""
+    """Counts the bytes of storages as long as they live; `most` is the most at once since it was entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
+        self.total = self.most = 0
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
-                self._note(getattr(thing, "_local_tensor", thing))
-        self.most = sum(self.sizes.values())
+                self._note(thing)
+
+    def __enter__(self) -> Any:
+        resize = torch.UntypedStorage.resize_
+
+        def note(storage: torch.UntypedStorage, size: int) -> None:  # as gathered parameters are freed
+            resize(storage, size)
+            self._set(storage)
+
+        torch.UntypedStorage.resize_ = note  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        del torch.UntypedStorage.resize_
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its operations on local tensors come next
         results = function(*args, **(kwargs or {}))
         for one in tree_leaves(results):
             if isinstance(one, Tensor):
                 self._note(one)
-        self.most = max(self.most, sum(self.sizes.values()))
         return results
 
     def _note(self, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-        except (NotImplementedError, RuntimeError):
-            return
-        if address and storage.nbytes():
-            if address not in self.sizes:
-                weakref.finalize(storage, self.sizes.pop, address, None)
-            self.sizes[address] = storage.nbytes()
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "meta" and not is_fake(local):
+            self._set(local.untyped_storage())
+
+    def _set(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            weakref.finalize(storage, self._drop, key)
+        self.total += storage.nbytes() - self.sizes.get(key, 0)
+        self.sizes[key] = storage.nbytes()
+        self.most = max(self.most, self.total)
+
+    def _drop(self, key: int) -> None:
+        self.total -= self.sizes.pop(key)
 
 
 OWN = {
@@ -140,12 +194,14 @@ OWN = {
 }
 
 
-def list_layouts(name: str) -> list[str]:
-    _, rules = describe(name)
-    return [str(layout) for layout in rules.enumerate(RANKS, CHOICES["recompute"])[0]]
+def list_layouts(name: str, ranks: int) -> list[str]:
+    _, rules = describe(name, ranks)
+    legal = rules.enumerate(ranks, CHOICES["recompute"])[0]
+    few = (each for each in legal if each.recompute == "none" and len(each.list_several()) > 1)
+    return [str(layout) for layout in (few if ranks > 2 else legal)]
 
 
-def describe(name: str) -> tuple[ModelCosts, Rules]:
+def describe(name: str, ranks: int) -> tuple[ModelCosts, Rules]:
     """Return a model's costs and rules: of a recipe by arithmetic, of another model by a trace."""
     if name in OWN:
         recipe = load_own(name)
@@ -154,14 +210,14 @@ def describe(name: str) -> tuple[ModelCosts, Rules]:
     with torch.device("meta"):
         built = model.build()
     example = model.make_batch(SAMPLES)
-    return trace_costs(built.train(), example, SAMPLES, SAMPLES * MICROBATCHES * RANKS)
+    return trace_costs(built.train(), example, SAMPLES, SAMPLES * MICROBATCHES * ranks)
 
 
 def load_own(name: str, layout: str = "") -> Recipe:
     file, settings = OWN[name]
     settings = [*settings, "train.device='cpu'", "train.reduction='fast'"]
-    words = [f"layout.{quote_setting(pair)}" for pair in layout.split()]
-    return load_recipe(str(ROOT / "recipes" / f"{file}.toml"), [*settings, *words])
+    recipe = load_recipe(str(ROOT / "recipes" / f"{file}.toml"), settings)
+    return recipe.with_layout(Layout.parse(layout)) if layout else recipe
 
 
 def measure(name: str, layouts: list[str]) -> None:
@@ -171,24 +227,28 @@ def measure(name: str, layouts: list[str]) -> None:
             torch.manual_seed(0)
             value: float | str
             try:
-                value = _measure_one(name, layout)
+                value = measure_one(name, layout)
             except paceline.PacelineError as error:
                 value = str(error.code)
             gc.collect()
             if world.is_main:
                 with ROWS.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"model": name, "layout": layout, "bytes": value}) + "\n")
+                    row = {"model": name, "ranks": world.world_size, "layout": layout, "bytes": value}
+                    file.write(json.dumps(row) + "\n")
 
 
-def _measure_one(name: str, layout: str) -> float:
+def measure_one(name: str, layout: str) -> float:
+    """Return the most bytes of a rank in a step under a layout; collective."""
     gc.collect()
-    before = Meter().most
+    before = Meter().total
     batches, given = _train_own(name, layout) if name in OWN else _train(MODELS[name], layout)
-    for _ in range(2):
-        next(batches)()
-    step = next(batches)
+    next(batches)()
     gc.collect()
     with Meter() as meter:
+        next(batches)()  # shows it the buckets of DDP, which no Python object holds
+        step = next(batches)
+        gc.collect()
+        meter.most = meter.total
         step()
     most = torch.tensor(float(meter.most - before - given))
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -197,21 +257,19 @@ def _measure_one(name: str, layout: str) -> float:
 
 def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
     """Return steps to call, and the bytes of the samples."""
+    share = SAMPLES * MICROBATCHES * dist.get_world_size()
     trainer = paceline.Trainer(
         model.build(),
         forward=model.forward,
-        loss=lambda output, batch: output.float().logsumexp(-1).mean(),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4),
+        loss=model.find_loss,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-4),
         layout=layout,
         microbatch_size=SAMPLES,
         reduction="fast",
         example=model.make_batch(2),
     )
-    samples = [
-        {key: value[0] for key, value in model.make_batch(1).items()}
-        for _ in range(4 * SAMPLES * MICROBATCHES * RANKS)
-    ]
-    loader = trainer.loader(samples, global_batch_size=SAMPLES * MICROBATCHES * RANKS)
+    samples = [{key: value[0] for key, value in model.make_batch(1).items()} for _ in range(4 * share)]
+    loader = trainer.loader(samples, global_batch_size=share)
     given = sum(value.nbytes for each in samples for value in each.values())
     return (partial(trainer.step, batch) for batch in loader), given
 
@@ -224,39 +282,43 @@ def _train_own(name: str, layout: str) -> tuple[Iterator[Callable[[], object]], 
     return (partial(trainer.step, batch) for batch in loader), 0
 
 
-def report() -> None:
+def report(*, every: bool) -> None:
     """Print the error of each model's plans."""
-    cluster = read_cluster(f"{RANKS} H100-80", load_constants().links)
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     left: dict[str, int] = defaultdict(int)
-    costs: dict[str, Any] = {}
+    demands: dict[tuple[str, int], Demands] = {}
     for row in map(json.loads, ROWS.read_text().splitlines()):
-        if row["model"] not in costs:
-            costs[row["model"]] = Demands(describe(row["model"])[0], cluster)
+        name, ranks = key = row["model"], row["ranks"]
+        if key not in demands:
+            demands[key] = Demands(describe(*key)[0], CLUSTER)
         if isinstance(row["bytes"], str):
             left[row["bytes"]] += 1
             continue
-        terms = costs[row["model"]].count(Layout.parse(row["layout"]).resolve(RANKS)).terms
-        planned = sum(terms.values()) - terms["libraries"] - terms.get("update", 0.0)
-        groups[row["model"]].append((planned / row["bytes"] - 1, row["layout"]))
-    print(f"{'model':<8}{'layouts':>8}{'median':>8}{'worst':>8}  under")
-    for name, errors in groups.items():
+        demand = demands[key].count(Layout.parse(row["layout"]).resolve(ranks))
+        error = (demand.total - demand.terms["libraries"]) / row["bytes"] - 1
+        groups[name].append((error, row["layout"]))
+        if every:
+            words = ", ".join(f"{term} {size / 1e6:.1f}" for term, size in demand.terms.items())
+            print(f"{name:<8}{error:>+7.1%} of {row['bytes'] / 1e6:.1f} MB {row['layout']}: {words}")
+    print(f"{'model':<8}{'layouts':>8}{'median':>8}{'p90':>6}{'worst':>7}  under")
+    for name, errors in [*groups.items(), ("all", [each for group in groups.values() for each in group])]:
+        sizes = sorted(abs(error) for error, _ in errors)
         worst = max(errors, key=lambda each: abs(each[0]))
-        median = statistics.median(abs(error) for error, _ in errors)
-        print(f"{name:<8}{len(errors):>8}{median:>8.1%}{worst[0]:>+8.0%}  {worst[1]}")
+        median, most = statistics.median(sizes), sizes[int(0.9 * len(sizes))]
+        print(f"{name:<8}{len(errors):>8}{median:>8.1%}{most:>6.0%}{worst[0]:>+7.0%}  {worst[1]}")
     print("not trained: " + (", ".join(f"{n} {code}" for code, n in left.items()) or "none"))
 
 
 def main(words: list[str]) -> None:
-    if words == ["--report"]:
-        report()
+    if words[:1] == ["--report"]:
+        report(every=words[1:] == ["all"])
         return
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    done = {(row["model"], row["layout"]) for row in rows}
-    for name in words or [*OWN, *MODELS]:
-        layouts = [layout for layout in list_layouts(name) if (name, layout) not in done]
+    done = {(row["model"], row["ranks"], row["layout"]) for row in rows}
+    for ranks, name in itertools.product(RANKS, words or [*OWN, *MODELS]):
+        layouts = [each for each in list_layouts(name, ranks) if (name, ranks, each) not in done]
         if layouts:
-            paceline.launch(measure, RANKS, (name, layouts), device="cpu", hang_after_s=None)
+            paceline.launch(measure, ranks, (name, layouts), device="cpu", hang_after_s=None)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,8 @@ def test_frozen_parameters_have_no_gradient_no_moments_and_no_product_of_their_o
     assert state[0].get("optimizer", 0) < 0.05 * state[1]["optimizer"]
     held = sum(p.numel() for p in model.parameters() if not p.requires_grad) * 4
     assert state[0]["frozen"] == pytest.approx(held, rel=0.05)  # and the buffers
+    halves = Demands(frozen, cluster).count(Layout(dp_replicate=1, tp=2)).terms
+    assert halves["frozen"] == pytest.approx(held / 2, rel=0.05)
 
 
 def test_tied_weights_count_once() -> None:

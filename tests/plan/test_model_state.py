@@ -81,6 +81,12 @@ TOTALS: dict[str, tuple[str, int, dict[Instant, float]]] = {
     "one process": ("", 1, {"at_rest": 3 * P, "after_forward": 3 * P, "after_backward": 4 * P}),
     "one process, later microbatches": ("", 3, {"at_rest": 3 * P, "after_forward": 4 * P}),
     "copies": ("dp_replicate=4", 1, {"at_rest": 4 * P, "after_forward": 4 * P, "after_backward": 4 * P}),
+    "copies, later": (  # what was summed is not in the buckets yet
+        "dp_replicate=4",
+        2,
+        {"at_rest": 4 * P, "between": 5 * P, "after_forward": 5 * P, "after_backward": 4 * P},
+    ),
+    "copies of stages, later": ("pp=2 dp_replicate=2", 2, {"at_rest": 3 * P, "after_forward": 4 * P}),
     "zero 3": (
         "dp_shard=4",
         1,

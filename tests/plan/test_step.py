@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan.quantiles import find_quantiles
 from paceline.plan.cluster import Cluster, Processor, Wire, read_cluster
 from paceline.plan.costs import ModelCosts, ModelPart, Product, Transformer, of_transformer
-from paceline.plan.fit import Constants, find_interval, find_quantiles, load_constants, load_fit
+from paceline.plan.fit import Constants, find_interval, load_constants, load_fit
 from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
-from paceline.plan.step import StepModel, _PartTime, _Rank, cut_stages, find_strides
+from paceline.plan.step import StepModel, _Rank, cut_stages, find_strides
 from paceline.recipe import Layout
 
 PLAIN = Constants(
@@ -137,10 +138,6 @@ def test_stages_hold_all_blocks_once() -> None:
             assert len(stages) == layout.num_stages
             assert sum(len(stage) for stage in stages) == 13 + 2
             assert all(any(part.input_bytes for part in stage) for stage in stages)
-
-
-def test_work_adds_up() -> None:
-    assert _PartTime(waits={"tp": 1.0, "cp": 2.0}).wait == 3.0
 
 
 def test_products_of_a_transformer_have_the_known_number_of_operations() -> None:

@@ -56,20 +56,9 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
         PacelineError: PL934 for functions that are not there or fail and for a model without a trained
             parameter, PL938 for a forward that needs numbers, PL939 for a batch without samples to count.
     """
-    build, make = _find_function(target), _find_function(batch)
-    try:
-        with torch.device("meta"):
-            model = build()
-    except PacelineError:
-        raise
-    except Exception as error:
-        raise _refuse_function(target, f"it failed ({type(error).__name__}: {first_line(error)})") from error
+    model, example = _call_function(target, "meta"), _call_function(batch, "cpu")
     if not isinstance(model, nn.Module):
         raise _refuse_function(target, f"it returned {type(model).__name__}, not an nn.Module")
-    try:
-        example = make()
-    except Exception as error:
-        raise _refuse_function(batch, f"it failed ({type(error).__name__}: {first_line(error)})") from error
     samples = _count_samples(example, batch)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PacelineError(
@@ -81,11 +70,18 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
     return trace_costs(model.train(), example, samples, global_batch or samples * num_ranks)
 
 
-def _find_function(target: str) -> Callable[[], Any]:
+def _call_function(target: str, device: str) -> Any:
     try:
-        return find_named(target)
+        function = find_named(target)
     except LookupError as error:
         raise _refuse_function(target, str(error).removesuffix(".")) from error
+    try:
+        with torch.device(device):
+            return function()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise _refuse_function(target, f"it failed ({type(error).__name__}: {first_line(error)})") from error
 
 
 def _refuse_function(target: str, what: str) -> PacelineError:
@@ -100,7 +96,7 @@ def _refuse_function(target: str, what: str) -> PacelineError:
 
 def _count_samples(example: Any, batch: str) -> int:
     sizes = {leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or 0 in sizes:
         raise PacelineError(
             "PL939",
             saw=f"{batch} returned tensors with first dimensions {sorted(sizes)}.",
@@ -112,7 +108,7 @@ def _count_samples(example: Any, batch: str) -> int:
 
 def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int) -> tuple[ModelCosts, Rules]:
     """Return the costs and the rules of a model, called on an example of so many samples."""
-    run = partial(_call, batch=example)
+    run = partial(call_model, batch=example)
     try:
         trace = trace_forward(model, run)
         kept = _record_kept(model, run)
@@ -120,10 +116,10 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
         raise PacelineError(
             "PL938",
             saw=error.saw,
-            rule="A plan runs the forward on tensors without numbers, so a forward that looks at values "
-            "(.item(), if x.any(), nonzero) has no plan.",
-            fix="Pass a batch with which the model does not look (no padding, no mask), or move the look out "
-            "of the forward.",
+            rule="A plan runs the batch through the model on tensors without numbers. A forward that "
+            "looks at values (.item(), if x.any(), nonzero) has no plan, nor has a batch that does not fit.",
+            fix="Pass a batch that fits, and with which the model does not look (no padding, no mask), or "
+            "move the look out of the forward.",
         ) from error
     plans = _find_plans(model, run)
     blocks = [name for name, _ in find_blocks(model) if name]
@@ -139,6 +135,7 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
         before=parts[0],
         blocks=parts[1:-1] if len(parts) > 2 else (ModelPart(),),
         after=parts[-1],
+        loss_bytes=reader.count_loss(),
         sizes=Sizes(parameter=width, gathered=width),
         dtype_bytes=width,
         global_batch=global_batch,
@@ -148,9 +145,7 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
     )
     facts = ModelFacts(
         splits=bool(plans),
-        heads=max(plans, default=1)
-        if reader.heads is None
-        else math.gcd(reader.heads, max(plans, default=1)),
+        heads=math.gcd(reader.heads or 0, max(plans, default=1)),
         seq_len=tokens,
         max_rows=max((p.shape[0] for p in model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
@@ -163,10 +158,6 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
         num_microbatches=-(-global_batch // samples),
     )
     return costs, Rules(facts, run_facts)
-
-
-def _call(model: Callable[..., Any], batch: Any) -> Any:
-    return call_model(model, batch)
 
 
 def _find_plans(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[int, SplitPlan]:
@@ -256,6 +247,8 @@ class _Sums:
     kept: float = 0
     kept_whole: float = 0
     matrices: float = 0
+    summed: float = 0
+    joined: dict[int, float] = field(default_factory=dict)
     largest: float = 0
     keys: float = 0
 
@@ -313,6 +306,13 @@ class _Reader:
         parameters = self._list_parameters()
         return tuple(self._build(name, sums, parameters[name]) for name, sums in self.sums.items())
 
+    def count_loss(self) -> float:
+        """Return a sample's bytes of a loss outside: logarithms and two gradients of the output."""
+        shapes, dtypes = self.trace.shapes, self.trace.dtypes
+        numbers = [math.prod(shapes[n]) for n in self.trace.outputs if dtypes[n].is_floating_point]
+        # One number is a loss.
+        return 0.0 if 1 in numbers else 3.0 * max(4, self.number) * max(numbers, default=0) / self.samples
+
     def _find_block(self, module: str) -> str | None:
         return next((name for name in self.blocks if f"{module}.".startswith(f"{name}.")), None)
 
@@ -331,14 +331,20 @@ class _Reader:
             return
         sums.calls += 1
         if op.name in _PRODUCTS:
-            sums.products.append(self._read_product(op, sources))
-            sums.matrices += self._size(op.outputs[0])
+            product, left = self._read_product(op, sources), op.inputs[-2]
+            sums.products.append(product)
+            if product.by == "columns":
+                sums.joined[sources.get(left, left)] = self._size(left)
+            if product.by in ("columns", "heads"):
+                sums.matrices += self._size(op.outputs[0])
+            else:
+                sums.summed += self._size(op.outputs[0])
             return
         if "attention" in op.name and len(op.inputs) >= 3:
             q, k, v = (shapes[number] for number in op.inputs[:3])
             self.heads = q[1] if self.heads is None else math.gcd(self.heads, q[1])
             share = 0.5 if True in op.args or op.kwargs.get("is_causal") else 1.0
-            heads = float(q[1]) / 1.0
+            heads = float(q[1])
             sums.products += [
                 Product(q[2], q[3], k[2], "heads", heads, True, share),
                 Product(q[2], k[2], v[3], "heads", heads, True, share),
@@ -380,9 +386,9 @@ class _Reader:
             by = "columns" if (split.dim == 0) == is_transposed else "inner"
         return Product(left[0] / self.samples, left[1], right[1], by, learns=learns)
 
-    def _list_parameters(self) -> dict[str, tuple[list[Parameter], float]]:
+    def _list_parameters(self) -> dict[str, tuple[list[Parameter], Kept]]:
         """Return the trained parameters of each part, and the bytes of all others."""
-        found: dict[str, tuple[list[Parameter], float]] = {name: ([], 0.0) for name in self.sums}
+        found: dict[str, tuple[list[Parameter], Kept]] = {name: ([], Kept()) for name in self.sums}
         order = [name for name, _ in self.model.named_modules()]
         first = order.index(self.blocks[0]) if self.blocks else len(order)
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
@@ -390,35 +396,36 @@ class _Reader:
             inside = self._find_block(module)
             place = inside or ("before" if order.index(module) < first else "after")
             own, other = found[place]
+            split = None if self.plan is None else self.plan.splits.get(name)
             if name in self.trained:
-                split = None if self.plan is None else self.plan.splits.get(name)
-                own.append(
-                    Parameter(
-                        name, tuple(tensor.shape) or (1,), inside or "", None if split is None else split.dim
-                    )
-                )
+                dim = None if split is None else split.dim
+                own.append(Parameter(name, tuple(tensor.shape) or (1,), inside or "", dim))
             else:
-                found[place] = (own, other + tensor.numel() * tensor.element_size())
+                more = tensor.numel() * tensor.element_size()
+                cut = more if split is not None else 0
+                found[place] = (own, Kept(other.split + cut, other.whole + more - cut))
         return found
 
-    def _build(self, name: str, sums: _Sums, parameters: tuple[list[Parameter], float]) -> ModelPart:
+    def _build(self, name: str, sums: _Sums, parameters: tuple[list[Parameter], Kept]) -> ModelPart:
         own, frozen = parameters
         is_block = name in self.blocks
         n = self.samples
         width = float(self.tokens * self.width * self.number) if is_block else 0.0
-        whole = min(sums.matrices, sums.kept + sums.kept_whole)
+        joined = min(sum(sums.joined.values()), sums.kept_whole)
+        most = sums.kept + sums.kept_whole
+        few = Kept(min(sums.matrices, most) / n, width, min(sums.summed, most) / n)
         return ModelPart(
             products=tuple(sums.products),
             moved=sums.moved / n,
             moved_whole=sums.moved_whole / n,
             calls=sums.calls,
-            kept=Kept(sums.kept / n, sums.kept_whole / n),
-            kept_selective=Kept(whole / n, width),
+            kept=Kept(sums.kept / n, (sums.kept_whole - joined) / n, joined / n),
+            kept_selective=few,
             input_bytes=width,
             work_bytes=2 * sums.largest / n,
             width_bytes=width,
             key_bytes=sums.keys / n,
             num_sums=2 if is_block and self.plan is not None else 0,
             parameters=tuple(own),
-            frozen_bytes=frozen,
+            frozen=frozen,
         )

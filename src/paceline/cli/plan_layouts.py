@@ -168,7 +168,10 @@ def _read_target(args: argparse.Namespace, cluster: Cluster) -> tuple[ModelCosts
                 fix="Give a function that makes one: --batch my.module:make_batch.",
             )
         from paceline.bench.traced import plan_module
+        from paceline.plan.cluster import check_number
 
+        if args.global_batch:
+            check_number("--global-batch", args.global_batch)
         return plan_module(args.target, args.batch, args.global_batch, cluster.num_ranks)
     raise PacelineError(
         "PL934",
@@ -226,7 +229,7 @@ def describe(
     costs, cluster = found.costs, found.cluster
     room = find_limit(cluster) if limit is None else limit
     text = f" of {costs.tokens} tokens" if costs.tokens > 1 else ""
-    frozen = sum(part.frozen_bytes for part in costs.parts)
+    frozen = sum(part.frozen.divide(1) for part in costs.parts)
     kept = f" and {format_bytes(frozen)} of frozen ones and buffers" if frozen else ""
     yield (
         f"{costs.name}: {format_count(costs.num_parameters)} parameters{kept}, {costs.global_batch} "

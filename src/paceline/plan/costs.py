@@ -57,19 +57,21 @@ class Product:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one sample that a part keeps from forward to backward.
+    """Bytes that a part keeps, of one sample from forward to backward.
 
     Attributes:
         split: that tp divides.
         whole: that only `sequence` divides.
+        joined: that nothing divides: what `sequence` has gathered for a product, or a product that tp sums.
     """
 
     split: float = 0
     whole: float = 0
+    joined: float = 0
 
-    def divide(self, tp: int, *, sequence: bool) -> float:
+    def divide(self, tp: int, *, sequence: bool = False) -> float:
         """Return the bytes on a rank."""
-        return self.split / tp + self.whole / (tp if sequence else 1)
+        return self.split / tp + self.whole / (tp if sequence else 1) + self.joined
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class ModelPart:
         moved_whole: those that only `sequence` divides.
         calls: kernels of the forward.
         kept: for backward, without recompute.
-        kept_selective: the same if only products and attention are kept.
+        kept_selective: the same of a block if only products and attention are kept.
         input_bytes: of one sample's input, as block recompute keeps it; `sequence` divides it.
         work_bytes: of temporary results of one sample in backward, which tp divides.
         width_bytes: of one sample's result.
@@ -90,7 +92,7 @@ class ModelPart:
         num_sums: sums over tp in forward; a block has as many in backward.
         routed_bytes: of a sample's rows on the way to experts.
         parameters: trained ones.
-        frozen_bytes: parameters and buffers that are not trained.
+        frozen: parameters and buffers that are not trained, whole without tp.
     """
 
     products: tuple[Product, ...] = ()
@@ -106,7 +108,7 @@ class ModelPart:
     num_sums: int = 0
     routed_bytes: float = 0
     parameters: tuple[Parameter, ...] = ()
-    frozen_bytes: float = 0
+    frozen: Kept = Kept()
 
     @cached_property
     def num_parameters(self) -> int:
@@ -233,20 +235,18 @@ def of_transformer(sizes: Transformer, parameters: dict[str, list[Parameter]]) -
         moved_whole=2 * s * h * sizes.residual,
         calls=6,
         kept=Kept(whole=8 * s),
-        kept_selective=Kept(whole=8 * s),
         width_bytes=s * h * w,
         num_sums=1,
         parameters=tuple(parameters["before"]),
     )
-    norm = s * (2 * h * sizes.residual + (h * w if w < sizes.residual else 0) + 4)
+    norm = s * ((3 if sizes.rms else 2) * h * sizes.residual + (h * w if w < sizes.residual else 0) + 4)
     # The logits are read and written for the maximum, the logarithm and the gradient.
     after = ModelPart(
         products=(Product(s, h, v, "columns"),),
         moved=s * v * (w + 3 * 4),
         moved_whole=4 * s * h * sizes.residual,
         calls=12,
-        kept=Kept(whole=norm),
-        kept_selective=Kept(whole=norm),
+        kept=Kept(whole=norm - s * h * w, joined=s * h * w),
         width_bytes=s * h * w,
         num_sums=1,
         parameters=tuple(parameters["after"]),
@@ -299,16 +299,17 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
     # narrow copies of these. A dropout keeps its mask in the numbers' type.
     narrowed, scaled = (2 if narrow else 0), (3 if narrow else 2) if sizes.rms else 0
     whole = s * (4 * h * r + (8 if sizes.rms else 16) + (narrowed + scaled + 2 * sizes.drops) * h * w)
+    joined = 2 * s * h * w  # inputs of products; of selective recompute, what attention and feed-forward add
     few = s * ((h + 2 * kv) * w + h * w + ups * f * w) + kept_scores
     return ModelPart(
         products=tuple(products),
         moved=s * ((4 * h + 4 * kv) * w + (2 * ups + 1) * f * w) + scores,
         moved_whole=s * h * (10 * r + 4 * w),
         calls=28 if sizes.gated else 24,
-        kept=Kept(split, whole),
-        kept_selective=Kept(few, s * (h * r + 2 * h * w)),
+        kept=Kept(split, whole - joined, joined),
+        kept_selective=Kept(few, s * h * r, joined),
         input_bytes=s * h * r,
-        work_bytes=s * (ups * f + 2 * h) * w,
+        work_bytes=s * (ups * f + h) * w,
         width_bytes=s * h * w,
         key_bytes=2 * s * kv * w,
         num_sums=2,

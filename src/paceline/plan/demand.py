@@ -84,58 +84,75 @@ class Demands:
         return max(found, key=lambda demand: demand.total)
 
     def _fill(self, parts: list[ModelPart], layout: Layout, num: int, held: float, stage: int) -> Demand:
-        costs = self.costs
-        state = self._add_states(parts, layout, num)
-        samples = min(costs.microbatch, costs.global_batch) / layout.cp
-        activations = held * samples * sum(self._keep(part, layout) for part in parts)
+        costs, sizes = self.costs, self.costs.sizes
+        forward, after = self._add_states(parts, layout, num).values()
+        samples = min(costs.microbatch, costs.global_batch)
         blocks = [part for part in parts if part.input_bytes]
+        keeps = [samples * self._keep(part, layout) for part in parts]
+        kept = held * sum(keeps)
+        ends = keeps[-1] if parts[-1] is costs.after else 0.0
         # What a second forward adds to what the block has kept.
-        whole = (part.kept.divide(layout.tp, sequence=layout.sequence) for part in blocks)
-        again = max(
-            (every - self._keep(part, layout) for every, part in zip(whole, blocks, strict=True)), default=0.0
-        )
-        again = samples * again if layout.recompute != "none" else 0.0
-        work = samples * max((part.work_bytes for part in parts), default=0.0) / layout.tp
-        loss = samples * costs.loss_bytes / layout.tp if costs.after in parts else 0.0
+        again = 0.0
+        if layout.recompute != "none":
+            whole = (part.kept.divide(layout.tp, sequence=layout.sequence) / layout.cp for part in blocks)
+            own = (self._keep(part, layout) for part in blocks)
+            again = samples * max((a - b for a, b in zip(whole, own, strict=True)), default=0.0)
+        work = samples * max(part.work_bytes for part in blocks or parts) / layout.tp / layout.cp
+        loss = samples * max(costs.loss_bytes, costs.after.work_bytes) / layout.tp if ends else 0.0
         numbers = sum(part.num_parameters for part in parts) / layout.tp
-        largest = max(part.num_parameters for part in parts) / layout.tp
+        largest = max(part.num_parameters for part in blocks or parts) / layout.tp
         copies = 0.0
         if costs.copies_weights:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
         gathered = buffers = 0.0
         if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
             # A whole stage, and the next action's if it is of another one (parallel/stages/stage_shards.py).
-            own = layout.num_stages // layout.pp
-            gathered = numbers * min(2, own) / own * costs.sizes.gathered
+            stages = layout.num_stages // layout.pp
+            gathered = numbers * min(2, stages) / stages * sizes.gathered
         elif layout.dp_shard > 1:
-            # Blocks on their way: gathered ahead, and whole gradients that are being summed.
-            buffers = largest * (costs.sizes.gathered * (1 + costs.prefetch) + costs.sizes.gradient_bytes)
-        width = costs.sizes.parameter
-        update = 0.0 if self.cluster.processor.is_cpu else numbers / layout.dp_shard * width
-        frozen = sum(part.frozen_bytes for part in parts) / (layout.dp_shard if layout.zero == 3 else 1)
+            # Whole gradients that are being summed, and blocks that are gathered ahead.
+            ahead = 1 + costs.prefetch if layout.zero == 3 else 0
+            whole_block = largest * sizes.gathered + max(p.frozen.divide(layout.tp) for p in blocks or parts)
+            buffers = largest * sizes.gradient_bytes + ahead * whole_block
+        fixed = [part.frozen.divide(layout.tp) for part in parts]
+        frozen = sum(fixed) / layout.dp_shard
+        if layout.dp_shard > 1:  # what is outside of blocks stays gathered
+            within = zip(fixed, parts, strict=True)
+            frozen += sum(each for each, part in within if layout.zero < 3 or not part.input_bytes)
+        update = 0.0 if self.cluster.processor.is_cpu else numbers / layout.dp_shard * sizes.parameter
+        if layout.cp > 1:  # gradients are summed as one vector
+            update = max(update, numbers / layout.dp_shard * sizes.gradient_bytes)
         libraries = _CPU_PROCESS
         if not self.cluster.processor.is_cpu:
             groups = len(layout.list_several()) + (layout.num_ranks > 1)
             libraries = _CONTEXT + groups * _COMMUNICATOR
-        forward, after = state["after_forward"], state["after_step"]
-        temporary = max(again + work, loss)
+        # Under pp, outputs wait for their gradients, and two messages are on their way.
+        width = costs.blocks[0].width_bytes / (layout.tp if layout.sequence else 1)
+        messages = (held + 2) * samples / layout.cp * width if layout.pp > 1 else 0.0
+        common = {"messages": messages, "copies": copies, "whole_stages": gathered}
+        common |= {"frozen": frozen, "libraries": libraries}
+        last = forward | {"activations": kept - ends, "temporary": again + work, "buffers": buffers} | common
+        # By then the gradients of all other blocks are there.
+        first = last | {"gradients": max(forward["gradients"], after["gradients"])}
+        if layout.dp_shard == 1:
+            first["gradients"] = after["gradients"]
         options = {
-            "backward begins": _terms(
-                forward, activations=activations, temporary=temporary, copies=copies,
-                whole_stages=gathered, buffers=buffers, frozen=frozen, libraries=libraries,
-            ),
-            "update": _terms(after, update=update, frozen=frozen, libraries=libraries),
-        }  # fmt: skip
+            "the loss is computed": forward | {"activations": kept, "temporary": loss} | common,
+            "backward begins": last,
+            "backward ends": first | {"activations": kept - sum(keeps[2:])},
+            "update": after | {"update": update, "frozen": frozen, "libraries": libraries},
+        }
         instant, terms = max(options.items(), key=lambda item: sum(item[1].values()))
-        return Demand(terms, instant, stage)
+        return Demand({key: value for key, value in terms.items() if value}, instant, stage)
 
     def _keep(self, part: ModelPart, layout: Layout) -> float:
-        """Return the bytes that one sample keeps in a part."""
-        whole = layout.tp if layout.sequence else 1
-        if part.input_bytes and layout.recompute == "block":
-            return part.input_bytes / whole
-        kept = part.kept_selective if part.input_bytes and layout.recompute == "selective" else part.kept
-        return kept.divide(layout.tp, sequence=layout.sequence)
+        """Return the bytes that one sample keeps in a part; outside of blocks, ranks of cp see all rows."""
+        if not part.input_bytes:
+            return part.kept.divide(layout.tp, sequence=layout.sequence)
+        if layout.recompute == "block":
+            return part.input_bytes / (layout.tp if layout.sequence else 1) / layout.cp
+        kept = part.kept_selective if layout.recompute == "selective" else part.kept
+        return kept.divide(layout.tp, sequence=layout.sequence) / layout.cp
 
     def _add_states(
         self, parts: list[ModelPart], layout: Layout, num: int
@@ -144,8 +161,8 @@ class Demands:
         kinds = name_stage(parts)
         by_key = dict(zip(kinds, parts, strict=True))
         words = (
-            *(layout.tp, layout.dp_shard, layout.zero, layout.ep, layout.num_replicas > 1),
-            *(num, layout.offload),
+            *(layout.tp, layout.dp_shard, layout.zero, layout.ep, layout.num_replicas > 1, layout.pp > 1),
+            *(num, layout.offload, layout.count_turns(is_exact=True)),
         )
         total: dict[Instant, dict[str, float]] = {instant: defaultdict(float) for instant in _FULLEST}
         for key, count in Counter(kinds).items():
@@ -157,10 +174,6 @@ class Demands:
                 for name, num_bytes in vars(state[instant]).items():
                     terms[name] += count * num_bytes * (-1 if name == "offloaded" else 1)
         return total
-
-
-def _terms(state: dict[str, float], **others: float) -> dict[str, float]:
-    return {key: value for key, value in (state | others).items() if value}
 
 
 @lru_cache(maxsize=512)

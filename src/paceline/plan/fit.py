@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
@@ -90,45 +90,20 @@ def load_constants() -> Constants:
     return Constants(**{field.name: table[field.name] for field in fields(Constants) if field.name in table})
 
 
-def find_quantiles(residuals: Sequence[float], groups: Sequence[str], level: float) -> tuple[float, float]:
-    """Return the lower and upper end of the central share of residuals, each group with the same weight.
-
-    The ends are those of one more residual than there are, so that the share holds for a new one.
-    """
-    counts = {group: groups.count(group) for group in set(groups)}
-    order = sorted(zip(residuals, (1 / counts[group] for group in groups), strict=True))
-    total = len(counts) + 1
-    tail = (1 - level) / 2 * total
-    return _find_end(order, tail), _find_end(order[::-1], tail)
-
-
-def _find_end(order: Sequence[tuple[float, float]], tail: float) -> float:
-    """Return the value up to which the weights reach a sum."""
-    passed = 0.0
-    for value, weight in order:
-        passed += weight
-        if passed >= tail:
-            return value
-    return order[-1][0]
-
-
-def find_interval(
-    predicted_s: float, known: Known, unknown: Collection[str] = (), level: float = 0.8
-) -> Interval:
+def find_interval(predicted_s: float, known: Known, unknown: Collection[str] = ()) -> Interval:
     """Return a predicted time with its ends.
 
     Args:
         predicted_s: by the model.
         known: what the prediction is based on.
         unknown: what the data have nothing alike of: each widens the interval by half.
-        level: one of those in the file.
     """
     bars = load_fit()["bars"]
-    low, high = bars.get(known, bars["hardware"])[f"{level:g}"]
+    low, high = bars.get(known, bars["hardware"])["0.8"]
     factor = _WIDER ** len(unknown)
     remarks = tuple(f"{each}: the interval is {_WIDER:g}x as wide" for each in unknown)
     low_s, high_s = (math.exp(end * factor) * predicted_s for end in (low, high))
-    return Interval(predicted_s, low_s, high_s, level, remarks)
+    return Interval(predicted_s, low_s, high_s, 0.8, remarks)
 
 
 @lru_cache(maxsize=1)

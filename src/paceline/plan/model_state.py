@@ -133,7 +133,8 @@ def plan_memory(
     # Gradients are views of DDP's buckets, which stay from step to step.
     at_rest = memory(gradients=_count_buckets(parameters, layout) * sizes.gradient_bytes)
     if num_shards == 1:
-        between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
+        # Sums of earlier microbatches are not in DDP's buckets yet.
+        between = after_forward = memory(gradients=held + at_rest.gradients, set_aside=aside)
     else:
         stays = padded if layout.zero < 3 and accumulates else 0
         between = memory(gathered=stays, gradients=held, set_aside=aside)
@@ -148,7 +149,7 @@ def plan_memory(
 
 
 def _count_buckets(parameters: Sequence[Parameter], layout: Layout) -> int:
-    if layout.dp_shard > 1 or layout.num_replicas == 1:
+    if layout.dp_shard > 1 or layout.num_replicas == 1 or layout.pp > 1:
         return 0
     # Experts that ranks share are in none.
     replicated = [p for p in parameters if layout.ep == 1 or not p.is_expert]

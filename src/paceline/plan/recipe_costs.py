@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.errors import PacelineError
 from paceline.plan.cluster import check_number
@@ -130,15 +131,13 @@ def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> 
     )  # fmt: skip
     if not isinstance(model, MoeModel):
         return sizes
-    return Transformer(
-        **{
-            **vars(sizes),
-            "inner": model.expert_hidden or default_ffn_hidden(model.hidden),
-            "experts": model.experts,
-            "per_token": model.experts_per_token,
-            "shared": model.shared_hidden or 0,
-            "dense": model.dense_layers,
-        }
+    return replace(
+        sizes,
+        inner=model.expert_hidden or default_ffn_hidden(model.hidden),
+        experts=model.experts,
+        per_token=model.experts_per_token,
+        shared=model.shared_hidden or 0,
+        dense=model.dense_layers,
     )
 
 
@@ -175,6 +174,6 @@ def _list_images(
                 width, side = 2 * width, -(-side // 2)
             part = convolve(side, inputs, width, 2, f"blocks.{at}")
             same = made.setdefault((side, inputs, width), part)
-            yield ModelPart(**{**vars(part), "products": same.products})
+            yield replace(part, products=same.products)
             at += 1
     yield ModelPart((Product(1, width, NUM_CLASSES),), calls=6, parameters=tuple(parameters["after"]))

@@ -84,10 +84,6 @@ class _PartTime:
     again: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)  # of forward and backward together
 
-    @property
-    def wait(self) -> float:
-        return sum(self.waits.values())
-
 
 class StepModel:
     """The model of time for one model on one cluster; `time` is called for each layout.
@@ -354,7 +350,7 @@ class _Rank:
 
     def _list_gathers(self) -> list[float]:
         """Return the seconds of gathering each part's parameters, frozen ones too."""
-        frozen = [part.frozen_bytes / self.layout.tp for part in self.parts]
+        frozen = [part.frozen.divide(self.layout.tp) for part in self.parts]
         width = self.step.costs.sizes.gathered
         return [self._gather(n * width + more) for n, more in zip(self.numbers, frozen, strict=True)]
 

@@ -131,7 +131,7 @@ def _list_data_calls(part: ModelPart, costs: ModelCosts, layout: Layout, num: in
     if layout.dp_shard > 1:
         keeps = layout.zero < 3
         times = (num if layout.zero == 3 else 1) * (1 if keeps or not part.input_bytes else 2)
-        whole = numbers * sizes.gathered + part.frozen_bytes / layout.tp
+        whole = numbers * sizes.gathered + part.frozen.divide(layout.tp)
         yield StepCall("dp_shard", "all_gather", whole, layout.dp_shard, times)
     for call in list_sum_calls(numbers * sizes.gradient_bytes, layout, exact=sizes.exact):
         if call.axis == "cp" and not part.input_bytes:
