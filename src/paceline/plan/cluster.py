@@ -329,8 +329,8 @@ def read_file(path: Path) -> Cluster:
     for row in rows:
         if not isinstance(row, list) or len(row) != 5:
             raise _file_error(path, f"a product is {row!r}, not rows, inner, columns, bytes and a rate")
-        *shape, size, speed = (read(each, "a product's number") for each in row)
-        products.append((*shape, int(size), speed))
+        height, inner, width, size, speed = (read(each, "a product's number") for each in row)
+        products.append((height, inner, width, int(size), speed))
         best[int(size)] = max(best.get(int(size), 0.0), speed)
     names = ("memory_bytes", "memory_bytes_per_s", "call_s")
     memory, rate, call_s = (read(chip, f"processor.{name}") for name in names)
