@@ -250,7 +250,7 @@ CASES: dict[str, Case] = {
         check("cp=8 cp_by=heads"), "PL632", "model.heads=4", 'cp_by="gather"'
     ),
     "cp_by without cp": Case(
-        check("dp_replicate=2 cp_by=gather"), "PL635", "cp_by=gather", "Set cp=2 or more"
+        check("dp_replicate=2 cp_by=gather"), "PL138", "cp_by=gather", "Set cp=2 or more"
     ),
     # ---- ep
     "ep that does not divide the experts": Case(

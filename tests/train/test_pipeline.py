@@ -407,7 +407,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "PL499",
         "blocks.1+blocks.2+blocks.3",
     ),
-    "stages without pp": ({"layout": "dp_replicate=2 stages=blocks.2"}, "PL490", "stages=blocks.2"),
+    "stages without pp": ({"layout": "dp_replicate=2 stages=blocks.2"}, "PL138", "stages=blocks.2"),
     "recompute, with divided backwards": (
         {"layout": "pp=2 schedule=zbv recompute=block"},
         "PL478",
@@ -429,8 +429,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "PL492",
         "Leave compile or recompute out",
     ),
-    "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
-    "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
+    "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL141", "comm_hook"),
+    "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL138", "schedule=gpipe"),
     "settings of DDP": ({"ddp": {"find_unused_parameters": True}}, "PL141", "find_unused"),
     "another number of ranks": ({"layout": "pp=3"}, "PL113", "pp=3"),
 }

@@ -156,20 +156,15 @@ def _run(args: argparse.Namespace) -> None:
     from paceline.launching.elastic.network import read_place
     from paceline.launching.run import run_script
 
-    if args.threads_per_rank is not None and args.threads_per_rank < 1:
-        raise PacelineError(
-            "PL345",
-            saw=f"--threads-per-rank {args.threads_per_rank}.",
-            rule="A rank computes with at least one thread.",
-            fix="Leave it out for cores divided by ranks.",
-        )
-    for name, value in (("detect-s", args.detect_s), ("join-timeout", args.join_timeout)):
-        if value is not None and not value >= _LEAST_S:
+    for name, least in (("threads_per_rank", 1), ("detect_s", _LEAST_S), ("join_timeout", _LEAST_S)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            flag = f"--{name.replace('_', '-')}"
             raise PacelineError(
-                "PL378",
-                saw=f"--{name} {value:g}.",
-                rule=f"It is a number of seconds, at least {_LEAST_S:g}. Nodes beat six times in --detect-s.",
-                fix=f"Leave --{name} out for the default.",
+                "PL345",
+                saw=f"{flag} {value:g}.",
+                rule=f"It is at least {least:g}. Nodes beat six times in --detect-s.",
+                fix=f"Leave {flag} out for the default.",
             )
     announce_grace(args)
     place = read_place(args, os.environ)

@@ -143,13 +143,6 @@ def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold:
 
 def _read_script(flags: argparse.Namespace) -> Script | None:
     if flags.no_python:
-        if flags.module:
-            raise PacelineError(
-                "PL342",
-                saw="--no-python and -m together.",
-                rule="-m runs a Python module.",
-                fix="Leave one of them out.",
-            )
         return None
     script = Script(flags.training_script, tuple(flags.training_script_args), bool(flags.module))
     check_script(script)

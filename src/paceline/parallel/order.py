@@ -127,8 +127,8 @@ def parallelize(
 
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `nn.SyncBatchNorm`, PL425 for sparse
-            gradients, PL440 to PL448 for models that cannot be sharded, PL460 to
-            PL465 for models that tp and recompute cannot handle, PL630 to PL640 for sequences that cp cannot
+            gradients, PL440 to PL448 for models that cannot be sharded, PL460 to PL464 and
+            PL143 for models that tp and recompute cannot handle, PL630 to PL640 for sequences that cp cannot
             divide, PL655 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)

@@ -59,17 +59,8 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
         model: for the message.
         blocks: the blocks, each recomputed separately.
         kind: "block" or "selective".
-
-    Raises:
-        PacelineError: PL465 for a model without blocks.
     """
-    if [name for name, _ in blocks] == [""]:
-        raise PacelineError(
-            "PL465",
-            saw=f"recompute={kind} for {type(model).__name__}, in which no repeated blocks were found.",
-            rule="A block is recomputed as a whole; blocks are modules of one kind in a list.",
-            fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
-        )
+    assert [name for name, _ in blocks] != [""], "a rule refuses a model without blocks (PL143)"
     disable_caches(model, "recompute", "backward would fill the cache again")
     for _, block in blocks:
         layers = [layer for layer in block.modules() if isinstance(layer, NormBase)]

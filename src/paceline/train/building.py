@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,15 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import construct
 from paceline.parallel.construct.hand_out import Construction, place_values
 from paceline.parallel.experts.mixtures import count_experts
+from paceline.parallel.objective import Trial
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
+from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
 from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.seeds import derive_seed
+from paceline.torch_seams.trees import learn_mapping
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.foreign import refuse_compiled
 from paceline.train.kernels import REGISTER, rounds_by_place
@@ -233,6 +237,25 @@ def check_several(layout: Layout) -> None:
             "loss would have no fixed order.",
             fix="Use dp_replicate for all ranks, or train one model.",
         )
+
+
+def make_trial(
+    example: Any,
+    forward: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None,
+    precision: Precision,
+) -> Callable[[nn.Module], Any] | None:
+    """Return what runs a model on a batch of a few samples, and its loss if there is one; `None` without."""
+    learn_mapping(example)
+    if example is None:
+        return None
+
+    def attempt(call: Callable[[Any, Any], Any], given: Any) -> Any:
+        with precision.autocast():
+            return call(given, precision.place_batch(cut_batch(example)))
+
+    run = partial(attempt, forward)
+    return run if loss is None else Trial(run, partial(attempt, loss))
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:

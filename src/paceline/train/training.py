@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, Literal
@@ -19,19 +18,16 @@ from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.mesh import build_mesh, join_blocks
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.objective import Trial
 from paceline.parallel.order import Settings
 from paceline.parallel.placement import local
 from paceline.parallel.shard.shards import refuse_mixed
-from paceline.parallel.tensor.trace import cut_batch
 from paceline.seeds import derive_seed
 from paceline.signatures import explain_arguments
-from paceline.torch_seams.trees import learn_mapping
 from paceline.train.arguments import Arguments
 from paceline.train.average import name_averages, refuse_averaged, refuse_copied_models, update_averages
 from paceline.train.batches import RawBatches
 from paceline.train.best import Best, choose_best
-from paceline.train.building import UpdateSettings, build_model, build_updates
+from paceline.train.building import UpdateSettings, build_model, build_updates, make_trial
 from paceline.train.evaluation import Evaluation, Pass, check_in_order, evaluate, predict
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.island_ranks import place_islands, refuse_own_batch
@@ -121,13 +117,7 @@ class Training(TrainedModels, Generic[Handed]):
             is_alone = placed.layout.num_ranks == 1
             self._inner_mesh = None if is_alone else build_mesh(placed.layout, world, placed.num_blocks)
             joined = join_blocks(world, placed.num_blocks)
-        trial: Callable[[nn.Module], Any] | None = None
-        learn_mapping(example)
-        if example is not None:
-            trial = partial(self._try, self._forward, batch=example)
-            if loss is not None:
-                trial = Trial(trial, partial(self._try, loss, batch=example))
-        laying_out = self._lay_out(trial)
+        laying_out = self._lay_out(make_trial(example, forward, loss, self._precision))
         self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
         if placed is not None:
             self.num_slots = placed.section.count
@@ -594,7 +584,3 @@ class Training(TrainedModels, Generic[Handed]):
         refuse_in_pass("save()")
         refuse_averaged(self.averages.values())
         refuse_saving(in_step=self._is_in_step, went_apart=self._went_apart)
-
-    def _try(self, call: Callable[[Any, Any], Any], given: Any, batch: Any) -> Any:
-        with self._precision.autocast():
-            return call(given, self._precision.place_batch(cut_batch(batch)))

@@ -311,7 +311,7 @@ def test_bytes_are_those_of_the_formula(ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("cp=4 cp_by=gather", ""), ("cp=4 cp_by=heads", "PL632"), ("cp=4", ""), ("cp_by=gather", "PL635")],
+    [("cp=4 cp_by=gather", ""), ("cp=4 cp_by=heads", "PL632"), ("cp=4", ""), ("cp_by=gather", "PL138")],
 )
 def test_layouts_by_gather(text: str, code: str) -> None:
     layout = Layout.parse(text).close()

@@ -15,7 +15,6 @@ from paceline.recipe.layout import Layout
 from paceline.recipe.rules.context import (
     context_divides_heads,
     context_goes_with,
-    ways_to_attend_have_cp,
 )
 from paceline.recipe.rules.experts import (
     experts_are_there,
@@ -31,24 +30,23 @@ from paceline.recipe.rules.remarks import (
 )
 from paceline.recipe.rules.replicas import replication_applies
 from paceline.recipe.rules.shards import (
-    offload_has_shards,
+    offload_moves,
     recompute_has_blocks,
     shard_settings_apply,
     shards_have_rows,
-    zero_has_shards,
 )
 from paceline.recipe.rules.stages import stages_go_with, stages_have_blocks
-from paceline.recipe.rules.tensor import sequence_has_tp, tp_divides_heads, tp_divides_widths, tp_has_matrices
+from paceline.recipe.rules.tensor import sequence_is_divided, tp_divides_sizes, tp_has_matrices
+from paceline.recipe.rules.unused import settings_have_their_axis
 
 Rule = Callable[[ModelFacts, RunFacts, Layout], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
     tp_has_matrices,
-    tp_divides_heads,
-    tp_divides_widths,
-    sequence_has_tp,
-    zero_has_shards,
-    offload_has_shards,
+    tp_divides_sizes,
+    sequence_is_divided,
+    settings_have_their_axis,
+    offload_moves,
     recompute_has_blocks,
     shards_have_rows,
     shard_settings_apply,
@@ -57,7 +55,6 @@ RULES: tuple[Rule, ...] = (
     stages_go_with,
     context_divides_heads,
     context_goes_with,
-    ways_to_attend_have_cp,
     experts_are_there,
     experts_divide_data_ranks,
     experts_go_with,

@@ -48,18 +48,6 @@ def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Ite
         )
 
 
-def ways_to_attend_have_cp(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield `cp_by` without cp: one rank has all positions."""
-    if layout.cp == 1 and layout.cp_by != Layout.cp_by:
-        yield Finding(
-            "PL635",
-            "layout.cp_by",
-            f"layout.cp_by={layout.cp_by} with layout.cp=1.",
-            "It selects how the ranks of cp attend to each other's positions; one rank has all of them.",
-            "Set cp=2 or more, or leave cp_by out.",
-        )
-
-
 def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield what cannot be combined with cp in this version."""
     if layout.cp == 1:

@@ -28,9 +28,7 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
         "Buckets and hooks belong to DistributedDataParallel, which is used only with dp_shard=1, pp=1 and "
         "dp_replicate above 1."
     )
-    changed = list_changed(run.ddp)
-    if changed:
-        yield Finding("PL141", "ddp", f"{changed} {why}", rule, "Leave the [ddp] settings out.")
-    if run.has_comm_hook:
-        fix = "Leave the hook out, or use dp_replicate for these ranks."
-        yield Finding("PL142", "comm_hook", f"comm_hook is given {why}", rule, fix)
+    given = " and ".join(filter(None, (list_changed(run.ddp), "comm_hook" * run.has_comm_hook)))
+    if given:
+        fix = "Leave it out, or use dp_replicate for these ranks."
+        yield Finding("PL141", "ddp", f"{given} {why}", rule, fix)

@@ -7,32 +7,12 @@ from collections.abc import Iterator
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
-from paceline.recipe.rules.words import largest_divisor, list_changed
+from paceline.recipe.rules.words import largest_divisor
 
 
-def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield `zero` without shards: it selects what `dp_shard` shards."""
-    if layout.zero != Layout.zero and layout.dp_shard == 1:
-        yield Finding(
-            "PL138",
-            "layout.zero",
-            f"layout.zero={layout.zero} with layout.dp_shard=1.",
-            "zero selects what dp_shard shards; on one rank, nothing is sharded.",
-            f"Set dp_shard=2 or more, or leave zero out (={Layout.zero}).",
-        )
-
-
-def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield `offload` without shards or a second memory: it moves shards between two memories."""
-    if layout.offload != "none" and layout.dp_shard == 1:
-        yield Finding(
-            "PL139",
-            "layout.offload",
-            f"layout.offload={layout.offload} with layout.dp_shard=1.",
-            "offload moves the shards of dp_shard; without it there are none.",
-            "Set dp_shard=2 or more, or leave offload out.",
-        )
-    if layout.offload == "cpu" and run.device == "cpu":
+def offload_moves(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield `offload` without a second memory: it moves shards between two memories."""
+    if layout.offload == "cpu" and run.device == "cpu" and layout.dp_shard > 1:
         yield Finding(
             "PL147",
             "layout.offload",
@@ -68,18 +48,9 @@ def shards_have_rows(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator
 
 
 def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield [shard] settings without shards, or in conflict with `zero` or the run's type."""
+    """Yield [shard] settings in conflict with `zero` or the run's type."""
     shard = run.shard
     if layout.dp_shard == 1:
-        changed = list_changed(shard)
-        if changed and layout.num_ranks > 1:
-            yield Finding(
-                "PL140",
-                "shard",
-                f"{changed} with layout.dp_shard=1.",
-                "The settings in [shard] configure dp_shard, which is not used here.",
-                "Set dp_shard=2 or more, or leave them out.",
-            )
         return
     if shard.param_dtype not in ("none", run.dtype):
         yield Finding(

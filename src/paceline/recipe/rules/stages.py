@@ -14,19 +14,6 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
     """Yield more stages than blocks, and words of pp that do not fit each other: a stage begins with a
     block."""
     if layout.pp == 1:
-        changed = [
-            f"layout.{word}={getattr(layout, word)}"
-            for word in ("schedule", "chunks", "stages")
-            if getattr(layout, word) != getattr(Layout, word)
-        ]
-        if changed and layout.num_ranks > 1:
-            yield Finding(
-                "PL490",
-                "layout.schedule",
-                f"{' '.join(changed)} with layout.pp=1.",
-                "They describe how the stages of a pipeline run; without pp there are none.",
-                "Set pp=2 or more, or leave them out.",
-            )
         return
     loops = layout.schedule in LOOPING
     is_fixed = layout.schedule in AS_V and layout.chunks == 2

@@ -25,40 +25,28 @@ def tp_has_matrices(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
         )
 
 
-def tp_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield heads that tp does not divide: a head is computed on one rank."""
-    for code, name, size, whole in (
-        ("PL132", "heads", model.heads, "whole heads"),
-        ("PL133", "kv_heads", model.kv_heads, "whole key and value heads with the query heads that use them"),
-    ):
-        if name == "kv_heads" and size == model.heads:
-            continue  # Reported already.
+def tp_divides_sizes(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield heads and widths that tp does not divide: each rank holds whole heads, and equal parts."""
+    sizes = [
+        ("model.heads", model.heads, "whole heads"),
+        ("model.kv_heads", model.kv_heads, "whole key and value heads with the query heads that use them"),
+        *((name, size, "an equal part of the features between two matrices") for name, size in model.inner),
+    ]
+    if model.kv_heads == model.heads:
+        del sizes[1]
+    for name, size, part in sizes:
         if size is not None and size % layout.tp != 0:
             yield Finding(
-                code,
-                "layout.tp",
-                f"layout.tp={layout.tp} does not divide model.{name}={size}.",
-                f"Each rank holds {whole}, so tp must be {list_numbers(divisors(size))}.",
-                _choose_tp(model, f"model.{name}", layout.tp),
-            )
-
-
-def tp_divides_widths(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield widths that tp does not divide: each rank holds an equal range of features between two
-    matrices."""
-    for name, size in model.inner:
-        if size % layout.tp != 0:
-            yield Finding(
-                "PL134",
+                "PL132",
                 "layout.tp",
                 f"layout.tp={layout.tp} does not divide {name}={size}.",
-                "Each rank holds an equal part of the features between the two matrices.",
+                f"Each rank holds {part}, so tp must be {list_numbers(divisors(size))}.",
                 _choose_tp(model, name, layout.tp),
             )
 
 
-def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield `sequence` without tp, or unequal parts: the ranks of tp share the sequence equally."""
+def sequence_is_divided(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield unequal parts of the sequence, and models that need all of it."""
     if not layout.sequence:
         return
     if model.has_router:
@@ -69,16 +57,7 @@ def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
             "A mixture sorts the tokens of all positions by expert, so it needs the whole sequence.",
             "Leave sequence out; tp alone works.",
         )
-    if layout.tp == 1:
-        yield Finding(
-            "PL136",
-            "layout.sequence",
-            f"layout.sequence=true with layout.tp={layout.tp}.",
-            "Activations are split along the sequence over the ranks of tp; with one rank there is nothing "
-            "to split.",
-            "Set tp=2 or more, or leave sequence out.",
-        )
-    elif model.seq_len is not None and model.seq_len % layout.tp != 0:
+    if model.seq_len is not None and model.seq_len % layout.tp != 0:
         low = model.seq_len // layout.tp * layout.tp
         yield Finding(
             "PL137",
