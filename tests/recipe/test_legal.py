@@ -123,13 +123,13 @@ IMPOSSIBLE = {
         MOE, "dp_shard=2 ep=3", 2, "PL654", "dp_shard=2", "data ranks", "multiple of 3"
     ),
     "offloaded shards beside experts": Case(
-        MOE, "dp_shard=2 ep=2 offload=cpu", 2, "PL656", "offload=cpu", "not sharded", "offload out"
+        MOE, "dp_shard=2 ep=2 offload=cpu", 2, "PL492", "offload=cpu", "not sharded", "offload out"
     ),
     "narrow shards beside experts": Case(
         MOE,
         "dp_shard=2 ep=2",
         2,
-        "PL656",
+        "PL492",
         "param_dtype=bf16",
         "not gathered",
         "dtype",
@@ -139,7 +139,7 @@ IMPOSSIBLE = {
         MOE,
         "dp_replicate=2 ep=2",
         2,
-        "PL656",
+        "PL492",
         "ddp.find_unused_parameters=true",
         "wait",
         "ep=1",
@@ -149,7 +149,7 @@ IMPOSSIBLE = {
         MOE,
         "dp_replicate=2 ep=2",
         2,
-        "PL656",
+        "PL492",
         "train.compile=true",
         "compiled graph",
         "ep=1",

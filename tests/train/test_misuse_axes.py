@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
         num_ranks=2,
     ),
     "sequence with cp": Case(
-        check("cp=2 sequence=true"), "PL633", "layout.cp=2 with layout.sequence=true", "Leave sequence out"
+        check("cp=2 sequence=true"), "PL492", "layout.cp=2 with layout.sequence=true", "Leave sequence out"
     ),
     "cp without an example": Case(
         train(llama(), "cp=2"), "PL463", "cp=2 without an example", "Pass example=batch", num_ranks=2
@@ -308,5 +308,5 @@ def test_bad_input_is_refused(ranks: Pool, name: str) -> None:
 
 def test_all_problems_of_a_layout_are_told_together() -> None:
     text = check("dp_replicate=3 cp=32 cp_by=heads sequence=true ep=5")()
-    for code in ("PL631", "PL632", "PL633", "PL654", "PL655"):
+    for code in ("PL631", "PL632", "PL492", "PL654", "PL655"):
         assert f"[{code}]" in text, text

@@ -188,7 +188,7 @@ RECIPE = {
         ("cp=4 cp_by=heads", "PL632", "model.kv_heads=2"),
         ("cp=32", "PL631", "data.seq_len=16"),
         ("cp=2 tp=2 cp_by=heads", "PL632", "layout.cp=2 with layout.tp=2"),
-        ("cp=2 sequence=true", "PL633", "layout.sequence=true"),
+        ("cp=2 sequence=true", "PL492", "layout.sequence=true"),
     ],
 )
 def test_layouts_are_refused_before_ranks_start(text: str, code: str, word: str) -> None:

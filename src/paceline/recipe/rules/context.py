@@ -68,4 +68,4 @@ def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[
             "Leave compile out.",
         ),
     )
-    yield from refuse_mixes("PL633", f"layout.cp={layout.cp}", mixes)
+    yield from refuse_mixes(f"layout.cp={layout.cp}", mixes)

@@ -112,4 +112,4 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
             "Leave compile out, or set ep=1.",
         ),
     )
-    yield from refuse_mixes("PL656", f"layout.ep={layout.ep}", mixes)
+    yield from refuse_mixes(f"layout.ep={layout.ep}", mixes)

@@ -99,7 +99,7 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             f"Leave compile out, or set tp=1 and dp_shard={layout.dp_shard * layout.tp}.",
         ),
     )
-    yield from refuse_mixes("PL492", f"layout.pp={layout.pp}", mixes)
+    yield from refuse_mixes(f"layout.pp={layout.pp}", mixes)
     if layout.schedule in DIVIDED and layout.recompute != "none":
         yield Finding(
             "PL478",

@@ -11,19 +11,18 @@ from paceline.finding import Finding
 from paceline.recipe.layout import Layout
 
 
-def refuse_mixes(
-    code: str, given: str, mixes: Iterable[tuple[bool, str, str, str, str]]
-) -> Iterator[Finding]:
+def refuse_mixes(given: str, mixes: Iterable[tuple[bool, str, str, str, str]]) -> Iterator[Finding]:
     """Yield what a setting cannot be combined with in this version.
 
     Args:
-        code: of the findings.
         given: the setting, as `layout.cp=2`.
         mixes: whether the other setting is there, its key, its value, the rule and the fix.
     """
     for is_there, key, saw, rule, fix in mixes:
         if is_there:
-            yield Finding(code, key, f"{given} with {saw}.", f"{rule} This version does not support it.", fix)
+            yield Finding(
+                "PL492", key, f"{given} with {saw}.", f"{rule} This version does not support it.", fix
+            )
 
 
 def name_degrees(layout: Layout, **facts: bool) -> str:
