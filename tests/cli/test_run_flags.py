@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from paceline.cli.main import main
+from paceline.cli import run
+from paceline.errors import PacelineError
 
 
-@pytest.mark.parametrize(
-    "words", [("--threads-per-rank", "0"), ("--detect-s", "0.1"), ("--join-timeout", "-1")]
-)
-def test_a_number_that_is_too_small(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *words, "script.py"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("PL345") == 1
-    assert f"{words[0]} {words[1]}." in error
+@pytest.mark.parametrize("given", [{"threads_per_rank": 0}, {"detect_s": 0.1}, {"join_timeout": -1.0}])
+def test_a_number_that_is_too_small(given: dict[str, float]) -> None:
+    args = argparse.Namespace(**{"threads_per_rank": None, "detect_s": None, "join_timeout": None, **given})
+    with pytest.raises(PacelineError, match="PL345") as caught:
+        run._run(args)
+    [(name, value)] = given.items()
+    assert f"--{name.replace('_', '-')} {value:g}." in str(caught.value)
