@@ -3,7 +3,8 @@
 The nodes are network namespaces with processes of their own. A script takes a step every 0.1 s and saves
 every fifth one. Each row is a fault; its seconds are those without a step, until the first one on the nodes
 that should go on. `--torchrun` runs the same under torchrun with its defaults. The table goes to nodes.txt.
-`--random 60 --seed 1` draws faults instead: random_nodes.py.
+`--random 60 --seed 1` draws faults instead: random_nodes.py. `--flapping 60` counts the steps of so many
+seconds while a node's link is down for 2 s in 10, beside as many undisturbed ones: flapping.txt.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.launching.launched import Launched, paceline_run, script, torchrun
 from tests.launching.nodes import Nodes, why_no_nodes
 
 TABLE = Path(__file__).with_name("nodes.txt")
+FLAPPING = Path(__file__).with_name("flapping.txt")
 _START_S = 180.0
 _LIMIT_S = 90.0
 
@@ -358,6 +360,26 @@ def write_rows(path: Path, name: str, rows: Sequence[str]) -> None:
     path.write_text(text + "\n")
 
 
+def measure_flapping(launcher: Callable[..., list[str]], seconds: int, store: str) -> tuple[int, int]:
+    """Return the steps of so many seconds on two nodes, undisturbed, and with a link down for 2 s in 10."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes-chaos-")))
+        job = stack.enter_context(Job(folder, 2, "1:2", launcher, store=store))
+        assert job.restore(), job.text
+        reached = [job.rows()[-1]["step"]]
+        time.sleep(seconds)
+        reached.append(job.rows()[-1]["step"])
+        for _ in range(seconds // 10):
+            job.nodes.cut(1)
+            time.sleep(2)
+            job.nodes.heal(1)
+            time.sleep(8)
+        rows = job.rows()
+        check_one_history(rows)
+        reached.append(rows[-1]["step"])  # what is taken again counts once
+    return reached[1] - reached[0], reached[2] - reached[1]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the requested faults; return 1 if a job was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -371,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--random", type=int, metavar="N", help="N random faults of a recipe that trains")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument("--minutes", type=float, default=30, help="after which no job of --random begins")
+    parser.add_argument("--flapping", type=int, metavar="SECONDS", help="under a link that comes and goes")
     parser.add_argument("--verbose", action="store_true", help="print the output of lost jobs")
     args = parser.parse_args(argv)
     if (reason := why_no_nodes()) is not None:
@@ -383,6 +406,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher = torchrun if args.torchrun else paceline_run
     store = "c10d" if args.torchrun else args.store
     name = "torchrun, defaults" if args.torchrun else f"paceline run, {store}"
+    if args.flapping is not None:
+        steady, flapping = measure_flapping(launcher, args.flapping, store)
+        row = f"{name:24} {args.flapping} s: {steady} steps, with a flapping link {flapping}"
+        print(row)
+        others = FLAPPING.read_text().splitlines() if FLAPPING.exists() else []
+        kept = [other for other in others if not other.startswith(f"{name:24}")]
+        FLAPPING.write_text("\n".join(sorted([*kept, row])) + "\n")
+        return 0 if flapping >= steady / 2 else 1
     print(f"{name}\n{_HEAD}", flush=True)
     rows, is_good = [], True
     with Bench(launcher, args.limit, store) as bench:
