@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # Waits until so many ranks have put a key with a prefix into the store.
 Wait = Callable[["Store", str, int], None]
+# How much memory cuBLAS gets; torch takes some values for deterministic.
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _SEEN, _CHOSEN, _READ = "paceline/seen/", "paceline/chosen/", "paceline/read/"
 
 
@@ -210,3 +213,50 @@ def _describe(ranks: Sequence[SeenDevices], numbers: Sequence[int | None]) -> li
     if len(places) == 1:
         return []
     return [f"ranks compute on devices of several kinds, whose results differ in the last bits: {text}"]
+
+
+@contextmanager
+def deterministic_kernels(device: torch.device) -> Iterator[None]:
+    """Use deterministic kernels only in this context.
+
+    Raises:
+        PacelineError: PL314 if cuBLAS has started without its variable.
+    """
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    with ExitStack() as undo:
+        undo.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        for owner, attribute, value in (
+            (cudnn, "deterministic", True),
+            (cudnn, "benchmark", False),
+            # Filling costs time and hides reads of uninitialised memory, which verify should detect.
+            (filling, "fill_uninitialized_memory", False),
+        ):
+            undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, value)
+        torch.use_deterministic_algorithms(True)
+        if device.type == "cuda":
+            _try_product(device)
+        yield
+
+
+def _try_product(device: torch.device) -> None:
+    """Raise if torch refuses products of matrices: it has read cuBLAS's variable once, at the first one."""
+    one = torch.ones(1, 1, device=device)
+    try:
+        torch.mm(one, one)
+    except RuntimeError as error:
+        if CUBLAS not in str(error):
+            raise
+        raise PacelineError(
+            "PL314",
+            saw=f"deterministic kernels are wanted, and {CUBLAS} was not :4096:8 or :16:8 when this process "
+            "multiplied its first matrices on CUDA.",
+            rule="torch reads that variable once, at the first product; with others, cuBLAS may add in any "
+            "order.",
+            fix="Call paceline.start() before anything is computed on CUDA, or start the script with "
+            f'{CUBLAS}=:4096:8. reduction="fast" needs neither.',
+        ) from None

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from paceline.devices import agree_on_device, choose_alone, see_devices
+from paceline.devices import CUBLAS, agree_on_device, choose_alone, deterministic_kernels, see_devices
 from paceline.errors import PacelineError
 from paceline.own_code import print_errors_alone
 from paceline.phrases import first_line
@@ -123,6 +123,11 @@ class World:
         """Whether this is rank 0, the rank that writes and prints."""
         return self.rank == 0
 
+    @property
+    def host(self) -> torch.device:
+        """Where ranks exchange what they then read: the CPU, unless the backend sends from devices alone."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     def wait_for_device(self) -> None:
         """Wait until this rank's device has done all work that it was given."""
         if self.device.type == "cuda":
@@ -138,8 +143,7 @@ class World:
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Send the object of rank `src`, pickled, to every rank, and return it. All ranks must call it."""
         box = [obj]
-        through = self.device if self.backend == "nccl" else torch.device("cpu")
-        dist.broadcast_object_list(box, src=src, device=through)
+        dist.broadcast_object_list(box, src=src, device=self.host)
         return box[0]
 
     def pin_threads(self, num_threads: int) -> None:
@@ -160,14 +164,14 @@ class World:
     def switch_on_determinism(self) -> None:
         """Let CUDA use only deterministic kernels until close, and log it, unless it does already."""
         if self.device.type == "cuda" and not self.deterministic:
+            self._undo.enter_context(deterministic_kernels(self.device))
+            self.deterministic = True
             if self.is_main:
                 log.warning(
                     "deterministic kernels are switched on: without them the exact reduction would not give "
                     "the same bits on CUDA. They may be slower, and an operation that has none is an error; "
                     'reduction="fast" does not need them'
                 )
-            _make_deterministic(self._undo, is_late=True)
-            self.deterministic = True
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Register a function to call at close, when the process group is gone; the last one runs first."""
@@ -257,8 +261,6 @@ def start(
     where, store = torch.device("cpu"), None
     try:
         print_errors_alone()
-        if deterministic:
-            _make_deterministic(undo)
         seen = see_devices(device, backend, place)
         _set_threads(threads_per_rank, place, undo)
         hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
@@ -272,6 +274,10 @@ def start(
             names = _pick_backend(backend, where)
         if where.type == "cuda":
             torch.cuda.set_device(where)
+            # torch reads it once per process, at the first product, deterministic or not. So it stays.
+            os.environ.setdefault(CUBLAS, ":4096:8")
+        if deterministic:
+            undo.enter_context(deterministic_kernels(where))
         if store is not None:
             _init_group(store, place, names, where, timeout_s)
             if place.world_size > 1:
@@ -391,36 +397,6 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)  # CPU, and every CUDA device, also where CUDA starts later
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)  # it takes 32 bits
-
-
-def _make_deterministic(undo: contextlib.ExitStack, *, is_late: bool = False) -> None:
-    """Use deterministic kernels only; `is_late` if `start` has initialised CUDA, but not cuBLAS."""
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    if name not in os.environ:
-        if not is_late and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise PacelineError(
-                "PL314",
-                saw=f"deterministic=True after CUDA has started, with {name} unset.",
-                rule="cuBLAS reads that variable only when it starts.",
-                fix=f"Call paceline.start() before the first CUDA call, or set {name}=:4096:8.",
-            )
-        os.environ[name] = ":4096:8"
-        undo.callback(os.environ.pop, name, None)
-    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
-    undo.callback(
-        torch.use_deterministic_algorithms,
-        torch.are_deterministic_algorithms_enabled(),
-        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    for owner, attribute, value in (
-        (cudnn, "deterministic", True),
-        (cudnn, "benchmark", False),
-        # Filling costs time and hides reads of uninitialised memory, which verify should detect.
-        (filling, "fill_uninitialized_memory", False),
-    ):
-        undo.callback(setattr, owner, attribute, getattr(owner, attribute))
-        setattr(owner, attribute, value)
-    torch.use_deterministic_algorithms(True)
 
 
 # ---- meeting the other ranks
