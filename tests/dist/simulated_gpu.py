@@ -62,6 +62,9 @@ class Waits(TorchDispatchMode):
         if name == "aten::_local_scalar_dense":
             self.note()
             return 1.0 if args[0].is_floating_point() else int(args[0].dtype != torch.bool) or True
+        if name == "aten::equal":
+            self.note()
+            return False
         if name in ("aten::nonzero", "aten::masked_select", "aten::unique_consecutive"):
             self.note()
         if name not in _COPIES:

@@ -5,6 +5,7 @@ It has no numbers, no kernels and no other ranks, so it shows neither results no
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,20 +14,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import paceline
 from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, measure
+from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel import norm
+from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
+from paceline.parallel.context import gather
+from paceline.parallel.context.division import Division
+from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout import rounding
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.placement import Placement
 from paceline.parallel.stages.transfer import Form, StageTransfer, StrideOrder
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.orders import make_schedule
+from paceline.torch_seams import operators
 from paceline.train import whole_batch
 from paceline.train.agreement import Agreement, RankMessage
+from paceline.train.probe import Probe
 from paceline.train.tasks import class_loss
 from paceline.world import current_world
 from tests.dist.simulated_gpu import GPU, simulated_gpu
@@ -136,11 +146,7 @@ def test_norms_of_rows_take_kernels_of_one_shape() -> None:
     assert set(shapes) == {((1 << 20) // 771, 784)}
 
 
-def test_the_exact_reduction_switches_determinism_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+def test_the_exact_reduction_switches_determinism_on(caplog: pytest.LogCaptureFixture) -> None:
     with simulated_gpu():
         world = current_world()
         for reduction, expected in (("fast", False), ("exact", True)):
@@ -153,6 +159,35 @@ def test_the_exact_reduction_switches_determinism_on(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_products_before_the_start_leave_only_the_fast_reduction() -> None:
+    """torch decides at the first product of a process whether cuBLAS is deterministic."""
+    message = "you must set an environment variable: CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    with simulated_gpu(), mock.patch.object(torch, "mm", side_effect=RuntimeError(message)):
+        current_world().deterministic = False
+        with pytest.raises(PacelineError) as caught:
+            build(loss=LOSSES["a mean"], reduction="exact")
+        assert caught.value.code == "PL314"
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not current_world().deterministic
+        build(loss=LOSSES["a mean"], reduction="fast")
+
+
+def test_a_start_on_cuda_makes_cublas_deterministic_before_any_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for given, expected in (("", ":4096:8"), (":16:8", ":16:8")):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        if not given:
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        with (
+            mock.patch.object(paceline.world, "agree_on_device", return_value=GPU),
+            mock.patch.object(torch.cuda, "set_device"),
+            paceline.start(backend="gloo"),
+        ):
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected  # also for the next start in this process
+
+
 def test_attention_with_dropout_says_once_that_it_is_not_fused(caplog: pytest.LogCaptureFixture) -> None:
     rounding._report_unfused.cache_clear()
     with simulated_gpu():
@@ -160,6 +195,90 @@ def test_attention_with_dropout_says_once_that_it_is_not_fused(caplog: pytest.Lo
             query = torch.zeros(2, 4, 8, 16, device=GPU)
             assert rounding.weigh(query, query, None, True, None, False).shape == (2, 4, 8, 8)
     assert caplog.text.count("runs unfused") == 1
+
+
+class Kept(nn.Module):
+    """A layer with buffers that its forward changes: in place, by a new tensor, and by `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        for name in ("replaced", "hidden"):
+            self.register_buffer(name, torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.hidden.data.add_(1)
+        return self.spectral(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("brings", ["a loader", "batches of its own"])
+def test_kept_buffers_and_own_batches_cost_no_wait(brings: str) -> None:
+    def find(*args: Any) -> list[ForwardBuffer]:  # by values, which this GPU lacks
+        return list_forward_buffers(trainer.model)
+
+    with simulated_gpu(2, 1) as waits, mock.patch.object(Probe, "find_buffers", find):
+        trainer = paceline.Trainer(
+            nn.Sequential(Kept(), nn.Linear(8, 2)),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.1),
+            forward=lambda model, batch: model(batch["x"]),
+            loss=LOSSES["a mean"],
+            microbatch_size=2,
+            layout="dp_replicate=2",
+        )
+        batches: Any = trainer.loader([{"x": torch.zeros(8)}] * 32, global_batch_size=8, pin_memory=False)
+        if brings != "a loader":
+            batches = [{"x": torch.randn(4, 8)} for _ in range(4)]
+        for batch in batches:
+            waits.places.clear()
+            trainer.step(batch)
+        assert len(trainer._statistics._kept) == 4
+        assert waits.places == THE_WAIT
+        trainer.close()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+@pytest.mark.parametrize("is_zigzag", [True, False])
+def test_rows_attend_to_their_keys_without_a_mask_in_memory(kernel: str, is_zigzag: bool) -> None:
+    """Both kernels align the last query with the last key: a call's keys must end where its rows do."""
+    num_ranks, own, seen = 2, 8, []
+    division = Division((own,) * num_ranks, is_zigzag)
+    name = {"flash": "_scaled_dot_product_flash_attention", "efficient": "_efficient_attention_forward"}[
+        kernel
+    ]
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = call(*args, **(kwargs or {}))
+            if name in call.name():
+                positions = -2 if kernel == "flash" else -3
+                seen.append(
+                    (args[0].shape[positions], args[1].shape[positions], args[4 if kernel == "flash" else 9])
+                )
+            shapes = [tuple(leaf.shape) for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            assert not [shape for shape in shapes if shape[-2:] in {(8, 16), (4, 16), (4, 12), (4, 8)}], call
+            return found
+
+    for rank in range(num_ranks):
+        seen.clear()
+        rows = Rows(Axis("cp", num_ranks, rank, mock.Mock()))
+        rows.division = division
+        with (
+            simulated_gpu(),
+            mock.patch.object(operators, "can_use_flash_attention", return_value=kernel == "flash"),
+            mock.patch.object(operators, "can_use_efficient_attention", return_value=True),
+            mock.patch.object(gather, "_gather_both", lambda key, value, rows: (key, value)),
+        ):
+            half = {"dtype": torch.bfloat16, "device": GPU}
+            query, keys = torch.zeros(1, 2, own, 32, **half), torch.zeros(1, 2, own * num_ranks, 32, **half)
+            attend = gather.attend_by_rows(rows, gathers=True, is_causal=True)
+            with Watching():
+                found = attend(None, (query, keys, keys), {"is_causal": True}, mock.Mock())
+            assert found.shape == query.shape
+        # Of (queries, keys), the causal mask at the end shows row i the keys before keys - queries + i + 1.
+        last = [keys - queries + i for queries, keys, _ in seen for i in range(queries)]
+        assert last == division.list_positions(rank).tolist()
+        assert {kind for *_, kind in seen} == {True if kernel == "flash" else 2}
 
 
 def test_a_copy_for_a_save_waits_for_nothing() -> None:

@@ -82,13 +82,15 @@ def token_losses(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]
     return functional.cross_entropy(output.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
 
 
-def list_waits(layout: str, rank: int, num_ranks: int, settings: dict[str, Any]) -> list[Counter[str]]:
+def list_waits(
+    layout: str, rank: int, num_ranks: int, settings: dict[str, Any], mixture: dict[str, Any] | None = None
+) -> list[Counter[str]]:
     """Return the places at which each step of a small GPT waits, with their counts."""
     found, size, length = [], 2, 8
     model: torch.nn.Module
-    if "ep=" in layout:
+    if mixture is not None:
         size, length, section = 1, 2, MoeModel(kind="moe", hidden=16, heads=4, experts=2, experts_per_token=1)
-        model = MoeGpt(section.model_copy(update={"layers": 1}), 32, 8)
+        model = MoeGpt(section.model_copy(update={"layers": 1, **mixture}), 32, 8)
     else:
         model = Gpt(GptModel(kind="gpt", layers=4 if "pp" in layout else 1, hidden=16, heads=4), 32, 8)
     with simulated_gpu(num_ranks, rank) as waits, ExitStack() as stack:
@@ -140,11 +142,19 @@ def test_a_step_of_a_layout_waits_for_the_device_once(layout: str, settings: dic
 def test_a_step_with_experts_waits_for_their_rows_besides(layout: str, settings: dict[str, Any]) -> None:
     """The host has to know how many rows ranks exchange: at most 4 waits per mixture and microbatch."""
     num_ranks = paceline.recipe.layout.Layout.parse(layout).fewest_ranks
-    *_, last = list_waits(layout, num_ranks - 1, num_ranks, settings)
+    *_, last = list_waits(layout, num_ranks - 1, num_ranks, settings, {})
     others = {place: count for place, count in last.items() if place not in THE_WAIT}
     assert last - Counter(others) == THE_WAIT
     assert {place.partition(":")[0] for place in others} == {"parallel/experts/shared.py"}
     assert sum(others.values()) <= 4 * (6 if "cp" in layout else 3)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", pytest.param("dp_shard=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mixture", [{"balance": "bias"}, {"balance": "global"}])
+def test_experts_on_every_rank_wait_for_their_rows_once(layout: str, mixture: dict[str, Any]) -> None:
+    """The host has to know how many rows each expert has, once per mixture and microbatch."""
+    *_, last = list_waits(layout, 1, 2, {}, mixture)
+    assert last == THE_WAIT | {"models/moe.py:forward": 3}
 
 
 def test_a_gpu_never_takes_a_parameter_beside_the_cpu() -> None:

@@ -259,7 +259,8 @@ class Experts(nn.Module):
             rows: [rows, hidden], sorted by expert.
             counts: rows of each expert, int64 [num_experts].
         """
-        return self.multiply(rows, counts, self.gate_up_proj, self.down_proj)
+        # Read once, and not by each product and its backward.
+        return self.multiply(rows, counts.cpu(), self.gate_up_proj, self.down_proj)
 
     @staticmethod
     def multiply(rows: Tensor, counts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:

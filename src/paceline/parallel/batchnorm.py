@@ -43,7 +43,7 @@ class RunningStatistics:
         self._kept_before: list[Tensor] = []
         self._dp: Axis | None = None
         self._num_owned: tuple[int, ...] = ()
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._active: list[BatchNormBase] = []
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -147,10 +147,16 @@ class RunningStatistics:
         self.choices.merge(rows[:, start:])
 
     def _note_made(self) -> None:
-        """Note the values that the first forward gave to kept buffers; under pp, stages run in turns."""
+        """Note the values that the first forward gave to kept buffers; under pp, stages run in turns.
+
+        A device is not waited for, so whether a value has changed is noted beside it.
+        """
         for number, (buffer, before) in enumerate(zip(self._kept, self._kept_before, strict=True)):
-            if number not in self._made and not torch.equal(buffer.tensor, before):
-                self._made[number] = buffer.read()
+            now, known = buffer.read(), self._made.get(number)
+            is_made = (now != before).any()
+            if known is not None:
+                now, is_made = torch.where(known[1], known[0], now), known[1] | is_made
+            self._made[number] = now, is_made
 
     def _merge_kept(self) -> None:
         """Set the kept buffers on every rank to their values after the first microbatch.
@@ -159,7 +165,7 @@ class RunningStatistics:
         rank may have run none.
         """
         self._note_made()
-        for number, value in self._made.items():
+        for number, (value, _) in self._made.items():
             self._kept[number].tensor.copy_(value)
         if self._dp is None or not self._kept:
             return

@@ -56,26 +56,26 @@ class TrainerLoader(Loader, Generic[Handed]):
         others: Mapping[str, Loader],
         **settings: Any,
     ) -> None:
-        device = trainer.world.device
+        world = trainer.world
         super().__init__(
             dataset,
             num_slots=trainer.num_slots,
             turns=trainer.turns,
             rank=0 if dp is None else dp.rank,
             world_size=1 if dp is None else dp.size,
-            pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
+            pin_memory=world.device.type == "cuda" if pin_memory is None else pin_memory,
             compares=dp is not None,
-            exchange=RankRows(dp, device).exchange if shard == "mine" else None,
+            exchange=RankRows(dp, world.host).exchange if shard == "mine" else None,
             **settings,
         )
         self.is_compared, self._others = False, others
         if settings.get("shuffle") is not False:
-            if trainer.world.is_main:
+            if world.is_main:
                 warn_of_oversized_batch(self)
                 size, most = self.global_batch_size, self.microbatch_size
                 log.info(
                     "global batch %d = %d microbatches of up to %d on %d ranks",
-                    *(size, -(-size // most), most, trainer.world.world_size),
+                    *(size, -(-size // most), most, world.world_size),
                 )
             check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)
         self._trainer = trainer

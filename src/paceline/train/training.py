@@ -184,7 +184,7 @@ class Training(TrainedModels, Generic[Handed]):
         self._settings = StepSettings(
             self._inner_mesh.group if self._inner_mesh else None, self._describe_settings
         )
-        self._raw_batches = RawBatches(self._dp, self.world.device)
+        self._raw_batches = RawBatches(self._dp, self.world.host)
         self._requests = StopRequests()
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 

@@ -62,8 +62,11 @@ class Choices:
         Args:
             rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
         """
-        sums = torch.split(rows.sum(0).long(), [each.num_experts for each in self._balances])
-        for each, counts in zip(self._balances, sums, strict=True):
+        total, lengths = rows.sum(0).long(), [each.num_experts for each in self._balances]
+        sums, own = torch.split(total, lengths), (kept for each in self._balances for kept in each.buffers())
+        if (first := next(own, total)).is_cuda:
+            total = total.pin_memory().to(first.device, non_blocking=True)  # a plain copy waits for it
+        for each, counts in zip(self._balances, torch.split(total, lengths), strict=True):
             each.move(counts)
         shares = [int(counts.max()) / max(1, int(counts.sum())) for counts in sums]
         self.fullest = sum(shares) / len(shares) if shares else None

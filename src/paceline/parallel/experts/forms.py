@@ -180,5 +180,5 @@ def open_forward(form: TransformersForm) -> None:
 
 
 def _forward_alone(form: TransformersForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    answer: Answer = lambda rows, counts: form.multiply(rows, counts, form.list_weights())  # noqa: E731
+    answer: Answer = lambda rows, counts: form.multiply(rows, counts.cpu(), form.list_weights())  # noqa: E731
     return hide_functions(form.make_forward(form.num_experts, answer))(form.module, hidden, chosen, weights)
