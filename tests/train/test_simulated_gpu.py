@@ -26,7 +26,7 @@ from paceline.parallel import norm
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
 from paceline.parallel.context import gather
 from paceline.parallel.context.division import Division
-from paceline.parallel.context.exchange import Rows
+from paceline.parallel.context.row_exchange import Rows
 from paceline.parallel.dropout import rounding
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.placement import Placement

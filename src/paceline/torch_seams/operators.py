@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import CausalVariant
 
 from paceline.torch_seams.installed import require
 
@@ -54,6 +56,29 @@ def apply_safe_softmax(scores: Tensor) -> Tensor:
 def reduces_narrow_attention() -> bool:
     """Return whether torch's attention without fused kernels may reduce in fp16 and bf16."""
     return torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+
+
+def attend_to_end(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
+) -> Tensor | None:
+    """Return causal attention of queries that have the last positions of the keys, without a mask in memory.
+
+    Returns:
+        `None` if the device has no kernel for it.
+    """
+    if torch.is_autocast_enabled(query.device.type):  # it knows attention's public name alone
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    params = SDPAParams(query, key, value, None, 0.0, False, enable_gqa)
+    if query.shape[-1] % 8 == 0 and can_use_flash_attention(params):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)
+        return found[0]  # type: ignore[no-any-return]
+    if not can_use_efficient_attention(params):
+        return None
+    given = [each.transpose(1, 2) for each in (query, key, value)]
+    kind = int(CausalVariant.LOWER_RIGHT)
+    found = torch.ops.aten._efficient_attention_forward(*given, *[None] * 5, 0.0, kind, True, scale=scale)
+    return found[0].transpose(1, 2)  # type: ignore[no-any-return]
 
 
 @cache

@@ -27,7 +27,7 @@ from paceline.parallel.context.division import Division
 from paceline.parallel.context.row_exchange import Rows, all_gather_rows, exchange_messages
 from paceline.parallel.tensor.calls import Change
 from paceline.parallel.tensor.differentiable import differentiate, seen_by_modes
-from paceline.torch_seams.operators import flash_shares_heads
+from paceline.torch_seams.operators import attend_to_end, flash_shares_heads
 
 # The dimension of the positions in queries, keys, values and masks.
 POSITIONS = -2
@@ -94,13 +94,16 @@ def _can_skip_keys(call: AttentionCall, rows: Rows, *, shares_heads: bool) -> bo
     With dropout, all weights are drawn at once. Where torch's flash kernel does not run on CPU, the bits
     depend on the number of keys.
     """
-    if not rows.division.is_zigzag or call.dropout_p or _find_end(rows, 0) == rows.whole:
-        return False
     query, key, value = call[:3]
+    if call.dropout_p or query.dim() != 4:
+        return False
     if query.device.type != "cpu":
         return True
-    is_flash = query.dim() == 4 and query.shape[-1] == value.shape[-1]
-    is_flash = is_flash and (shares_heads or query.shape[_HEADS] == key.shape[_HEADS])
+    if not rows.division.is_zigzag or _find_end(rows, 0) == rows.whole:
+        return False
+    is_flash = query.shape[-1] == value.shape[-1] and (
+        shares_heads or query.shape[_HEADS] == key.shape[_HEADS]
+    )
     return is_flash and rows.own // 2 % _ROWS_TOGETHER == 0
 
 
@@ -111,15 +114,19 @@ def _find_end(rows: Rows, chunk: int) -> int:
 
 
 def _attend_by_chunks(call: AttentionCall, rows: Rows, run: Callable[..., Any]) -> Tensor:
-    """Attend with each of this rank's chunks to the keys up to its end."""
-    parts = []
-    runs, queries = rows.division.list_runs(rows.axis.rank), call.query.chunk(2, POSITIONS)
+    """Attend with each of this rank's chunks to the keys up to its end; on a device without a mask."""
+    parts: list[Tensor] = []
+    runs, is_on_cpu = rows.division.list_runs(rows.axis.rank), call.query.device.type == "cpu"
+    queries = call.query.split([size for _, size in runs], POSITIONS)
     for chunk, (query, (first, size)) in enumerate(zip(queries, runs, strict=True)):
-        end = _find_end(rows, chunk)
-        mask = _make_causal(torch.arange(first, first + size, device=query.device), end)
+        end = _find_end(rows, chunk) if is_on_cpu else first + size
         key, value = (keys.narrow(POSITIONS, 0, end) for keys in (call.key, call.value))
-        seen = call._replace(query=query, key=key, value=value, attn_mask=mask, is_causal=False)
-        parts.append(seen.run(run))
+        part = None if is_on_cpu else attend_to_end(query, key, value, call.scale, call.enable_gqa)
+        if part is None:
+            mask = _make_causal(torch.arange(first, first + size, device=query.device), end)
+            seen = call._replace(query=query, key=key, value=value, attn_mask=mask, is_causal=False)
+            part = seen.run(run)
+        parts.append(part)
     # Positions may come before heads in memory, and code may rely on it (`transpose(1, 2).view(..)`).
     if parts[0].stride(POSITIONS) > parts[0].stride(_HEADS):
         parts = [part.transpose(_HEADS, POSITIONS) for part in parts]
