@@ -4,14 +4,17 @@
     make gpu RANKS=2               also NCCL between ranks: every axis, its hash beside that of one rank
     python benchmarks/gpu/run.py --device cpu --tiny       tries the script itself, without a GPU
 
-Each part has a time limit of its own, so a part that hangs costs the others nothing. A part's results are the
-JSON objects that its commands print.
+Each part has a time limit of its own, so a part that hangs or fails costs the others nothing. Its results are
+the JSON objects that its commands print. After each part, results.jsonl and gpu.md are written into --out (by
+default a new folder), which also gets the output of every part and the recorded profile. It needs what
+`pip install -e .` installs. Without `.[dev]`, the tests marked gpu are left out, and the profile is not read.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -28,12 +31,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = Path(__file__).with_name("checks.py")
 TABLE = ROOT / "docs" / "tables" / "gpu.md"
-MARKED = (
-    "tests/test_world.py",
-    "tests/parallel/test_order.py",
-    "tests/train/state/test_optimizer.py",
-    "tests/checkpoint/test_folder.py",
-)
 LIMIT_S = 540.0
 AXES = {
     "dp_replicate": "",
@@ -51,12 +48,14 @@ class Part:
     Attributes:
         name: for the table.
         limit_s: of all its commands together.
-        commands: run one after the other.
+        commands: run one after the other; without any, the part is left out.
+        is_same: whether all hashes that they print have to be equal.
     """
 
     name: str
     limit_s: float
     commands: tuple[tuple[str, ...], ...]
+    is_same: bool = False
 
 
 def list_parts(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
@@ -80,21 +79,22 @@ def list_parts(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
     short = ("train.eval_samples=16", "train.steps=4" if args.tiny else "train.steps=30")
     short += ("train.eval_every=4" if args.tiny else "train.eval_every=30",)
     yield Part("versions", 20, (check("versions"),))
-    pytest = (python, "-m", "pytest", "-m", "gpu", "-q", "-W", "ignore", "-p", "no:cacheprovider", *MARKED)
-    yield Part("tests marked gpu", 60, () if args.tiny else (pytest,))
+    pytest = (python, "-m", "pytest", "-m", "gpu", "-q", "-W", "ignore", "-p", "no:cacheprovider")
+    needed = ("pytest", "pytest_timeout", "hypothesis")
+    can_test = all(importlib.util.find_spec(name) for name in needed)
+    yield Part("tests marked gpu", 60, ((*pytest, *find_marked()),) if can_test else ())
     yield Part("claims of single modules", 60, (check("units"),))
     kinds = ("fp32",) if args.tiny else ("bf16", "fp16", "fp32")
     yield Part("train", 90, tuple(train(f"train-{kind}", f"train.dtype={kind}", *short) for kind in kinds))
     again = (check("bits"), check("bits"), spread(2, "bits", "--layout", "dp_replicate=2"))
-    yield Part("same bits: twice, and two ranks", 100, again)
+    yield Part("same bits: twice, and two ranks", 100, again, is_same=True)
     yield Part("speed beside a plain loop", 120, (check("speed"),))
     yield Part("asynchronous saves", 60, (check("save"),))
     yield Part("out of memory", 30, (check("oom"),))
     steps = ("train.steps=12", "checkpoint.every=4", "train.eval_every=12", "train.eval_samples=16")
     hashes = [(python, "-m", "paceline", "checkpoint", "hash", str(folder / run), "--json") for run in "ab"]
-    yield Part(
-        "killed and resumed", 90, (train("a", *steps), train("a", *steps), train("b", *steps), *hashes)
-    )
+    runs = (train("a", *steps), train("a", *steps), train("b", *steps))
+    yield Part("killed and resumed", 90, (*runs, *hashes), is_same=True)
     first, count = ("3", "2") if args.tiny else ("17", "5")
     profile = ("profile", "--out", str(folder / "profile"), "--from", first, "--steps", count)
     words = train("profiled", *short)
@@ -109,9 +109,15 @@ def list_parts(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
             yield Part(f"{axis} over {args.ranks} ranks", 60, (command,))
 
 
-def run_part(part: Part, limit_s: float, folder: Path) -> dict[str, Any]:
-    """Run a part's commands; return its results, and how it ended."""
-    began_s, results, ended = time.monotonic(), [], "ok"
+def find_marked() -> list[str]:
+    """Return the files with tests that are marked gpu."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in files if "\n@pytest.mark.gpu" in path.read_text())
+
+
+def run_part(part: Part, limit_s: float, folder: Path, log: Path) -> dict[str, Any]:
+    """Run a part's commands; return its results, and how it ended. All output is added to `log`."""
+    began_s, results, ended, lines = time.monotonic(), [], "ok", []
     for number, command in enumerate(part.commands):
         left_s = min(part.limit_s, limit_s) - (time.monotonic() - began_s)
         is_killed = part.name.startswith("killed") and number == 0
@@ -136,14 +142,22 @@ def run_part(part: Part, limit_s: float, folder: Path) -> dict[str, Any]:
         finally:  # what it has started may outlive it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(command)}\n{output}\n")
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         results += [found for line in lines if (found := _read_object(line)) is not None]
-        if ended != "ok":
-            break
-        if process.returncode and not is_killed:
+        if ended == "ok" and process.returncode and not is_killed:
             ended = f"exit code {process.returncode}: {lines[-1][:300] if lines else ''}"
+        if ended != "ok":
             print("\n".join(lines[-25:]))
             break
+    if part.commands and not results:  # pytest's counts
+        results = [{"said": line} for line in lines[-1:]]
+    hashes = {result[key] for result in results for key in ("hash", "sha256") if key in result}
+    if ended == "ok" and part.is_same and len(hashes) != 1:
+        ended = "hashes differ" if hashes else "no hash"
+    if ended == "ok" and any(result.get("holds") is False for result in results):
+        ended = "a claim does not hold"
     return {
         "part": part.name,
         "ended": ended if part.commands else "left out",
@@ -166,6 +180,16 @@ def _await_checkpoint(run: Path, process: subprocess.Popen[str], limit_s: float)
         if list(run.glob("checkpoints/step-*")):
             return
         time.sleep(0.05)
+
+
+def find_commit() -> str:
+    """Return the commit of this clone; empty where there is no git."""
+    with contextlib.suppress(OSError):
+        git = subprocess.run(
+            ("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True
+        )
+        return git.stdout.strip()
+    return ""
 
 
 def write_table(found: list[dict[str, Any]], commit: str) -> str:
@@ -203,16 +227,18 @@ def main() -> int:
         if args.only and args.only not in part.name:
             continue
         left_s = LIMIT_S * max(1, args.ranks / 2) * patience - (time.monotonic() - began_s)
-        found.append(run_part(replace(part, limit_s=part.limit_s * patience), left_s, folder))
+        log = out / f"{part.name.replace(' ', '-')}.log"
+        found.append(run_part(replace(part, limit_s=part.limit_s * patience), left_s, folder, log))
         print(json.dumps(found[-1]), flush=True)
         with (out / "results.jsonl").open("a") as file:
             file.write(json.dumps(found[-1]) + "\n")
+        page = write_table(found, find_commit())
+        (out / "gpu.md").write_text(page)  # after each part: somebody may have the card no longer
+        if args.device == "cuda" and not args.tiny and not args.only:
+            TABLE.write_text(page)
+    if (folder / "profile").exists():
+        shutil.copytree(folder / "profile", out / "profile", dirs_exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    git = subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True)
-    page = write_table(found, git.stdout.strip())
-    (out / "gpu.md").write_text(page)
-    if args.device == "cuda" and not args.tiny and not args.only:
-        TABLE.write_text(page)
     print(f"results: {out}")
     return int(any(part["ended"] not in ("ok", "left out") for part in found))
 
