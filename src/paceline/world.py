@@ -126,7 +126,8 @@ class World:
     @property
     def host(self) -> torch.device:
         """Where ranks exchange what they then read: the CPU, unless the backend sends from devices alone."""
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        sends = all(part.endswith("nccl") for part in self.backend.split(","))
+        return self.device if sends else torch.device("cpu")
 
     def wait_for_device(self) -> None:
         """Wait until this rank's device has done all work that it was given."""
