@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.bench.spread import Spread
 from paceline.comm.nodes import find_nodes
 from paceline.comm.one_tensor import all_gather, reduce_scatter
-from paceline.launching.local import check_launch, launch
+from paceline.launching.local import launch
 from paceline.place import usable_cores
 from paceline.plan.calls import BUS_FACTORS
 from paceline.world import World, start
@@ -89,8 +89,7 @@ def measure_collectives(
     args = (tuple(sizes), repeats)
     if num_ranks is None:
         return _run(*args)
-    check_launch(num_ranks, "cpu")
-    found: list[Collectives] = launch(_run, num_ranks, args, device="cpu", hang_after_s=None)
+    found: list[Collectives] = launch(_run, num_ranks, args, hang_after_s=None)
     return found[0]
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from paceline.bench.collectives import build_calls
 from paceline.comm.nodes import find_nodes
-from paceline.launching.local import check_launch, launch
+from paceline.launching.local import launch
 from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
 from paceline.plan.calls import BUS_FACTORS
@@ -90,8 +90,7 @@ def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> ProbedClu
     """
     if num_ranks is None:
         return _run(device)
-    check_launch(num_ranks, device)
-    found: list[ProbedCluster] = launch(_run, num_ranks, (device,), device=device, hang_after_s=None)
+    found: list[ProbedCluster] = launch(_run, num_ranks, (device,), hang_after_s=None)
     return found[0]
 
 
@@ -182,17 +181,12 @@ def _time(world: World, call: Callable[[], object], repeats: int = _REPEATS) -> 
 
 
 def _run_often(world: World, call: Callable[[], object], times: int) -> float:
-    _wait(world)
+    world.wait_for_device()
     begin_s = time.perf_counter()
     for _ in range(times):
         call()
-    _wait(world)
+    world.wait_for_device()
     return (time.perf_counter() - begin_s) / times
-
-
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
 
 
 def _agree(world: World, value: float) -> float:

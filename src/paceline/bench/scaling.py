@@ -114,7 +114,7 @@ def measure_scaling(
     """
     check_counts(steps=steps, repeats=repeats, **{f"ranks[{i}]": n for i, n in enumerate(ranks)})
     ranks = sorted(set(ranks))
-    check_launch(ranks[-1], job.device)
+    check_launch(ranks[-1])
     threads = job.choose_threads(ranks[-1])
     settings = TimeSettings(NUM_WARM_UP, steps, 1, record_steps=_RECORDED_STEPS)
     runs: dict[int, list[Run]] = {num_ranks: [] for num_ranks in ranks}

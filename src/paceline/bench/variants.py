@@ -99,7 +99,7 @@ def _summarise(runs: Sequence[Run], times: Sequence[float], base: Sequence[float
 
 def _check(job: Measured, num_ranks: int, steps: int, repeats: int) -> int:
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
-    check_launch(num_ranks, job.device)
+    check_launch(num_ranks)
     return job.choose_threads(num_ranks)
 
 

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)
-    check_launch(nproc, recipe.train.device)
+    check_launch(nproc)
     check_memory(recipe, [layout])
     for remark in (*remarks, *layout_remarks):
         print_remark(remark)
@@ -126,7 +126,6 @@ def run(args: argparse.Namespace) -> int:
                 *(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
                 *(args.dry_run, args.replay_updates),
             ),
-            device=recipe.train.device,
             log_dir=None if args.dry_run else folder / "logs",
             stop_timeout_s=_STOP_S if args.grace_s is None else args.grace_s,
             hang_after_s=None,

@@ -82,13 +82,12 @@ def run(args: argparse.Namespace) -> int:
     is_own = ":" in args.recipe and not args.recipe.endswith(".toml")
     subject, asked = (_read_function if is_own else _read_recipe)(args)
     from paceline.cli import verify_report
-    from paceline.verifying.check import RankLauncher, verify_subject
+    from paceline.verifying.check import launch_ranks, verify_subject
 
     if not args.json:
         print(verify_report.describe_begin(args.recipe, subject, asked), flush=True)
-    run = RankLauncher(subject.start["device"])
     may_narrow = args.dtype == "auto"
-    verified = verify_subject(subject, asked.layouts, run=run, on_result=show, may_narrow=may_narrow)
+    verified = verify_subject(subject, asked.layouts, run=launch_ranks, on_result=show, may_narrow=may_narrow)
     print(
         json.dumps(verify_report.as_table(verified, asked))
         if args.json
@@ -115,7 +114,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Subject, Asked]:
     from paceline.verifying.subject import RecipeSubject
 
     warm_up()  # It imports torch while the data is checked here.
-    check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)
+    check_launch(max(layout.num_ranks for layout in asked.layouts))
     check_memory(recipe, asked.layouts)
     prepare_data(recipe)
     return RecipeSubject(recipe, args.steps), asked

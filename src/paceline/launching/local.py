@@ -59,7 +59,6 @@ def launch(
     nproc: int = 4,
     args: Sequence[Any] = (),
     *,
-    device: str = "auto",
     log_dir: str | os.PathLike[str] | None = None,
     stop_timeout_s: float = 60.0,
     hang_after_s: float | None = HANG_AFTER_S,
@@ -76,7 +75,6 @@ def launch(
         fn: the function that every rank calls.
         nproc: number of ranks.
         args: its arguments, the same on every rank.
-        device: `"cuda"` checks that there is a device for each rank.
         log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; only rank 0 also
             writes to the terminal. Default: all ranks write to this process's streams.
         stop_timeout_s: seconds that ranks may take to end after a stop signal, for example to save.
@@ -91,7 +89,7 @@ def launch(
         RankFailed: if a rank failed with any other error; it names the first one, with its traceback.
         SystemExit: if the ranks stopped on a signal (130 for Ctrl-C, else 75).
     """
-    check_launch(nproc, device)
+    check_launch(nproc)
     watcher = watcher or _choose_watcher(hang_after_s)
     call = _choose_call(fn, tuple(args))
     logs = None if log_dir is None else _make_log_dir(log_dir)
@@ -128,8 +126,8 @@ def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
     return watching_module.build_default(hang_after_s)
 
 
-def check_launch(nproc: int, device: str = "auto") -> None:
-    """Raise PL320 to PL323, PL325 and PL605 for ranks that this process cannot start on this machine."""
+def check_launch(nproc: int) -> None:
+    """Raise PL320, PL321, PL323, PL325 and PL605 for ranks that this process cannot start on this machine."""
     if nproc < 1:
         raise PacelineError(
             "PL320",
@@ -154,23 +152,14 @@ def check_launch(nproc: int, device: str = "auto") -> None:
             rule="torchrun, srun or mpirun has started the ranks, and a rank cannot start ranks.",
             fix="Call the function itself, or start this script with plain python.",
         )
-    _check_room(nproc, device)
+    _check_room(nproc)
 
 
-def _check_room(nproc: int, device: str) -> None:
+def _check_room(nproc: int) -> None:
     import psutil
-    import torch
 
     from paceline.place import usable_cores
 
-    if device == "cuda" and nproc > torch.cuda.device_count():
-        raise PacelineError(
-            "PL322",
-            saw=f'nproc={nproc} with device="cuda", and this machine shows {torch.cuda.device_count()} '
-            "CUDA devices.",
-            rule="Each rank needs its own device.",
-            fix='Start as many ranks as there are devices, or use device="cpu".',
-        )
     cores = usable_cores()
     if nproc > _RANKS_PER_CORE * cores:
         raise PacelineError(

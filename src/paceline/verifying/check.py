@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import nn
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.launching.ending.endings import RankFailed
-from paceline.launching.local import check_launch, launch
+from paceline.launching.local import launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 from paceline.phrases import name_some
 from paceline.recipe import Layout
@@ -208,7 +209,10 @@ def verify(
     )
     resolved = [resolve_layout(layout) for layout in layouts]
     return verify_subject(
-        subject.settle_type(), resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
+        subject.settle_type(),
+        resolved,
+        run=partial(launch_ranks, hang_after_s=hang_after_s),
+        may_narrow=dtype == "auto",
     )
 
 
@@ -223,16 +227,11 @@ def resolve_layout(layout: str | Layout) -> Layout:
     return layout.close()
 
 
-class RankLauncher:
-    """A runner that starts ranks with `paceline.launch`."""
-
-    def __init__(self, device: str, hang_after_s: float | None = HANG_AFTER_S) -> None:
-        self._device = device
-        self._hang_after_s = hang_after_s
-
-    def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
-        check_launch(nproc, self._device)
-        return launch(fn, nproc, args, device=self._device, hang_after_s=self._hang_after_s)
+def launch_ranks(
+    fn: Callable[..., Any], nproc: int, args: tuple[Any, ...], hang_after_s: float | None = HANG_AFTER_S
+) -> list[Any]:
+    """Run a function on ranks of this machine."""
+    return launch(fn, nproc, args, hang_after_s=hang_after_s)
 
 
 def verify_subject(
