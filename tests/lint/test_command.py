@@ -152,12 +152,12 @@ def test_beside_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     path = tmp_path / "train.py"
     path.write_text((CORPUS / "pl055_bad_rank_is_device.py").read_text() + BAD)
     for one_node, codes in ((True, ["PL023"]), (False, ["PL055", "PL023"])):
-        lint_beside(str(path), as_json=True, one_node=one_node)
+        lint_beside(str(path), as_json=True, one_node=one_node, advice=False)
         for thread in waiting():
             thread.join(timeout=60)
         lines = capfd.readouterr().err.splitlines()
         assert [json.loads(line)["lint"]["code"] for line in lines] == codes
     path.write_text("print(1)\n")
-    lint_beside(str(path), as_json=True, one_node=True)
-    lint_beside(str(tmp_path / "none.py"), as_json=True, one_node=True)
+    lint_beside(str(path), as_json=True, one_node=True, advice=False)
+    lint_beside(str(tmp_path / "none.py"), as_json=True, one_node=True, advice=False)
     assert not waiting()

@@ -17,7 +17,7 @@ _DESCRIPTION = """
 Reads scripts without running or importing them, as three ranks of 16 on two nodes would run them, and reports
 what is proved to hang, crash or be wrong. Errors and warnings make the exit code 1.
 """
-# The last ones are for `paceline run`: errors only, a line each, on standard error.
+# The last ones are for `paceline run`: errors, and the rest with its --advice, a line each on standard error.
 _BESIDE = ("beside", "beside-json")
 _OF_NODES = ("PL022", "PL055", "PL056")  # wrong on several nodes only
 _FORMATS = ("text", "json", "sarif", "github")
@@ -46,6 +46,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--fix", action="store_true", help="write the fixes that have one right form")
     parser.add_argument("--diff", action="store_true", help="print these fixes as a diff, and write nothing")
     parser.add_argument("--one-node", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--advice", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -64,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
         findings = check_sources(sources)
     if args.format in _BESIDE:
         for finding in findings:
-            if finding.level == "error" and not (args.one_node and finding.code in _OF_NODES):
+            if (args.advice or finding.level == "error") and not (
+                args.one_node and finding.code in _OF_NODES
+            ):
                 line = f"{finding.path}:{finding.line}: {finding.saw} {finding.fix} [{finding.code}]"
                 text = (
                     f"paceline: {line}" if args.format == "beside" else json.dumps({"lint": asdict(finding)})
@@ -124,7 +127,7 @@ def _fix(sources: Sequence[Any], findings: Sequence[Any], *, write: bool) -> int
     return count
 
 
-def lint_beside(script: str, *, as_json: bool, one_node: bool) -> None:
+def lint_beside(script: str, *, as_json: bool, one_node: bool, advice: bool) -> None:
     """Lint a script in a process beside the job that starts with it, if it has to do with ranks."""
     try:
         with open(script, "rb") as file:
@@ -132,7 +135,7 @@ def lint_beside(script: str, *, as_json: bool, one_node: bool) -> None:
         if not script.endswith(".py") or not (b"torch" in text or b"Accelerator" in text):
             return
         words = [sys.executable, "-m", "paceline", "lint", script, "--format", _BESIDE[as_json]]
-        words += ["--one-node"] if one_node else []
+        words += ["--one-node"] * one_node + ["--advice"] * advice
         beside = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     except OSError:
         return  # the job itself reports a script that cannot be read

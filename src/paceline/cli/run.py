@@ -174,7 +174,7 @@ def _run(args: argparse.Namespace) -> None:
     if place.launcher == "single" and not (args.no_lint or args.module or args.no_python):
         one_node = str(args.nnodes or 1) in ("1", "1:1")
         # Kept until the job ends, so that the process is reaped.
-        lint_beside(args.training_script, as_json=args.json, one_node=one_node)
+        lint_beside(args.training_script, as_json=args.json, one_node=one_node, advice=args.advice)
     run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
 
 

@@ -136,6 +136,7 @@ def call_loader(c: KnownCall) -> Value:
     drops = c.pick(8, "drop_last")
     if drops is not None and drops.const is not False:
         value.attrs.pop("#uneven", None)
+    c.run.emit("alike", c.node, what="batch_size", value=given["batch_size"], of=value)
     return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 
@@ -176,7 +177,8 @@ def call_dataset(c: KnownCall) -> Value:
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
-    return c.tell("optimizer", value, optimizer=value, lr=c.pick(1, "lr"))
+    c.run.emit("alike", c.node, what="lr", value=c.pick(1, "lr"), of=value)
+    return c.tell("optimizer", value, optimizer=value)
 
 
 @known("sched.*")

@@ -134,23 +134,23 @@ class RankValue(Value):
         values = [at_rank(self, rank) for rank in self.list_active()] or [unknown()]
         first, *others = (getattr(one, name) for one in values)
         is_same = all(one is first or one == first for one in others)
-        if is_same and (len({id(one) for one in values}) == 1 or not any(one.kind for one in values)):
+        groups = self._list_groups()
+        if len(groups) < 2 or (is_same and not any(one.kind for one in values)):
             return first
-        groups: list[list[int]] = []
-        for rank, value in zip(self.list_active(), values, strict=True):
-            same = (group for group in groups if are_alike(at_rank(self, group[0]), value))
-            if (group := next(same, None)) is None:
-                groups.append([rank])
-            else:
-                group.append(rank)
-        if len(groups) == 1:
-            return first
-        raise Unlike([tuple(group) for group in groups])
+        raise Unlike(groups)
+
+    def _list_groups(self) -> list[tuple[int, ...]]:
+        groups: list[tuple[int, ...]] = []
+        for rank in self.list_active():
+            mine = at_rank(self, rank)
+            same = [group for group in groups if are_alike(at_rank(self, group[0]), mine)]
+            groups = [group for group in groups if group not in same] + [(*sum(same, ()), rank)]
+        return groups
 
     def narrow(self) -> Value:
         """Return the value of the active ranks where they have one, else itself."""
-        first, *others = (at_rank(self, rank) for rank in self.list_active())
-        return first if all(are_alike(one, first) for one in others) else self
+        groups = self._list_groups()
+        return at_rank(self, groups[0][0]) if len(groups) == 1 else self
 
 
 def are_alike(a: Value, b: Value) -> bool:

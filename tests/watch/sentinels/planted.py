@@ -747,4 +747,20 @@ def small_batch_norm() -> None:
     train(model, sgd(model))
 
 
+@advised("PL040", 'the keys in wrapped.pt of rank 0 begin with "module."')
+def keys_of_the_wrapper() -> None:
+    model = ddp()
+    train(model, sgd(model))
+    if rank() == 0:
+        torch.save({"model": model.state_dict(), "step": 3}, "wrapped.pt")
+
+
+@advised("PL066", "each forward broadcasts 80000 bytes of buffers, unchanged in 8 forwards")
+def constant_buffers() -> None:
+    inner = mlp()
+    inner.register_buffer("table", torch.arange(20_000.0))
+    model = ddp(inner)
+    train(model, sgd(model))
+
+
 __all__ = ["ADVISED", "FIRST", "PLANTED", "Tensor", "functional", "nn", "world"]

@@ -21,6 +21,7 @@ from paceline.lint.trace import (
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
+_CODE_OF |= {"n_microbatches": "PL009", "lr": "PL825", "batch_size": "PL828"}
 _BROAD = words(
     "None Exception BaseException RuntimeError OutOfMemoryError CudaError AcceleratorError DistBackendError"
 )
@@ -235,16 +236,28 @@ def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
     return next((event for event in transfers if is_plain and event.peer.const == other.place.rank), None)
 
 
-@rule("PL009")
+@rule("PL009 PL825 PL828")
 def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a shape, type, operation, source or number of microbatches that depends on the rank."""
+    """Report a number of microbatches, a learning rate or a batch size that depends on the rank."""
     for one, other in itertools.combinations(witnesses, 2):
         theirs = {id(event.node): event.value for event in other.events("alike")}
         for event in one.events("alike"):
             pair = [value.const for value in (event.value, theirs.get(id(event.node))) if value is not None]
-            if len(pair) == 2 and all(isinstance(one, int) for one in pair) and pair[0] != pair[1]:
+            is_known = len(pair) == 2 and all(isinstance(one, (int, float)) for one in pair)
+            if is_known and pair[0] != pair[1] and (event.of is None or _trains_copies(one, event.of)):
                 ranks = f"{pair[0]} on rank {one.place.rank} and {pair[1]} on rank {other.place.rank}"
-                yield at(event, f"{event.what} is {ranks}.")
+                yield at(event, f"{event.what} is {ranks}.", _CODE_OF[event.what])
+
+
+def _trains_copies(witness: WitnessTrace, owner: Value) -> bool:
+    """Whether an optimizer or a loader trains a model that DDP keeps equal on all ranks by mean losses."""
+    given = {dep for dep in owner.deps if dep.kind == "model"} | {owner}
+    return any(
+        event.is_mean and any(dep.kind == "ddp" and dep.fact("group") is None for dep in event.quiet)
+        for event in witness.events("backward")
+        if given & (event.deps | {dep.attrs["module"] for dep in event.quiet if dep.kind == "ddp"})
+        or any(dep in owner.deps for dep in event.quiet)
+    )
 
 
 @rule("PL004")

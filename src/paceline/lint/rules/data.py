@@ -62,21 +62,6 @@ def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                     yield at(loop, "no round tells a DistributedSampler its epoch: there is none.", "PL024")
 
 
-@rule("PL828")
-def unlike_batches(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report batch sizes that depend on the rank, if means over them train a model that DDP keeps equal."""
-    first, *others = witnesses
-    means = [event.deps for event in first.events("backward") if event.is_mean and any(event.quiet)]
-    for other in others:
-        sizes = {id(event.node): event.batch_size.const for event in other.events("loader")}
-        for event in first.events("loader"):
-            pair = event.batch_size.const, sizes.get(id(event.node))
-            is_used = any(event.loader in deps for deps in means)
-            if all(isinstance(one, int) for one in pair) and pair[0] != pair[1] and is_used:
-                ranks = f"{pair[0]} on rank {first.place.rank} and {pair[1]} on rank {other.place.rank}"
-                yield at(event, f"a batch has {ranks}, and each mean loss counts the same.")
-
-
 @rule("PL021")
 def unsharded_iterable(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report an iterable dataset that gives every rank the same samples, and trains a wrapped model."""

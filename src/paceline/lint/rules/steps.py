@@ -242,7 +242,11 @@ def backward_of_a_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def waits_in_each_round(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a rank that waits for its device or the others in each round beside the sum of gradients."""
     witness = witnesses[0]
-    if any(event.is_timer for event in witness.events("clock")):
+    # A loop with a clock that trains nothing: the rounds that a generator gives, measured there.
+    measured = ({event.kind for event in found} for _, found in witness.rounds)
+    if any(event.is_timer for event in witness.events("clock")) or any(
+        "clock" in kinds and "backward" not in kinds for kinds in measured
+    ):
         return
     for loop, found in witness.rounds:
         straight = list(_straight(loop.body))
@@ -261,29 +265,6 @@ def _straight(items: Sequence[Item]) -> Iterator[TraceEvent]:
             yield item
         elif isinstance(item, CallItem):
             yield from _straight(item.body)
-
-
-@rule("PL825")
-def unlike_rates(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a learning rate that depends on the rank, of a model that DDP keeps equal."""
-    first, *others = witnesses
-    for other in others:
-        rates = {id(event.node): event.lr for event in other.events("optimizer")}
-        for event in first.events("optimizer"):
-            pair = [one.const for one in (event.lr, rates.get(id(event.node))) if one is not None]
-            copies = [
-                one for one in _models(event.optimizer) if one.kind == "ddp" and one.fact("group") is None
-            ]
-            if (
-                len(pair) == 2
-                and all(isinstance(one, (int, float)) for one in pair)
-                and pair[0] != pair[1]
-                and copies
-            ):
-                yield at(
-                    event,
-                    f"lr is {pair[0]} on rank {first.place.rank} and {pair[1]} on rank {other.place.rank}.",
-                )
 
 
 @rule("PL831")

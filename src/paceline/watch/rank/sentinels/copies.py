@@ -29,6 +29,7 @@ from paceline.watch.rank.threads import Mark, mark_stack
 # Parameters whose numbers are compared, beside the watched ones.
 _NUM_OTHERS = 8
 _MANY_SIZES = 16
+_MANY_BYTES = 64 << 10
 # How many batches are compared at once.
 _NUM_BATCHES = (3, 16, 32, 64)
 
@@ -47,6 +48,7 @@ class ReplicatedModel:
         written: by parameter, its version at the last look.
         sizes: of the first dimension of its latest inputs.
         rows: of its latest inputs, hashed.
+        buffers: at the looks, where each forward broadcasts them.
     """
 
     name: str
@@ -58,11 +60,15 @@ class ReplicatedModel:
     written: dict[int, int] = field(default_factory=dict)
     sizes: deque[int] = field(default_factory=lambda: deque(maxlen=_MANY_SIZES))
     rows: list[Sample] = field(default_factory=list)
+    buffers: list[Sample] = field(default_factory=list)
     step_marks: tuple[Mark, ...] = ()
 
 
 class ReplicatedModels:
     """The models that DDP keeps equal.
+
+    Attributes:
+        wrapped: the names of the parameters of each wrapper.
 
     Args:
         torch: the module.
@@ -84,6 +90,7 @@ class ReplicatedModels:
         # Counted, not those alive: the garbage collector runs at other times on other ranks.
         self._met: Counter[str] = Counter()
         self._of: dict[int, weakref.ref[Any]] = {}
+        self.wrapped: list[set[str]] = []
 
     def forget(self) -> None:
         """Forget what was seen, because the next passes are not."""
@@ -94,6 +101,7 @@ class ReplicatedModels:
             model.written.clear()
             model.sizes.clear()
             model.rows.clear()
+            model.buffers.clear()
 
     @property
     def has_met_ddp(self) -> bool:
@@ -130,7 +138,13 @@ class ReplicatedModels:
         others = parameters[:: max(1, len(parameters) // _NUM_OTHERS)][:_NUM_OTHERS]
         chosen = [*(one.find() for one in watched), *others]
         optimizers: list[Any] = list({id(one.optimizer): one.optimizer for one in watched}.values())
+        buffers = list(ddp.module.buffers()) if ddp.broadcast_buffers else []
+        buffer_bytes = sum(one.numel() * one.element_size() for one in buffers)
+        if buffer_bytes >= _MANY_BYTES:
+            model.buffers.append(take_sample(self._torch, buffers))
         model.open = {
+            "buffers": list(model.buffers),
+            "buffer_bytes": buffer_bytes,
             "before": model.event,
             "steps": model.steps,
             "is_unwritten": all(
@@ -234,6 +248,7 @@ class ReplicatedModels:
         kind = f"{name}/{len(parameters)}/{sum(one.numel() for one in parameters)}"
         self._met[kind] += 1
         model = self._models[ddp] = ReplicatedModel(f"{kind}/{self._met[kind]}", ranks)
+        self.wrapped.append({one for one, _ in ddp.named_parameters()})
         self._of.update(dict.fromkeys(map(id, parameters), weakref.ref(ddp)))
         return model
 

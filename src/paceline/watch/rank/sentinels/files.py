@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import socket
 import sys
 import time
+import zipfile
 import zlib
 from collections import Counter, deque
 from contextlib import suppress
@@ -17,7 +19,7 @@ from paceline.torch_seams.flight import read_status
 from paceline.torch_seams.observing import read_default_group
 from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.outbox import Outbox
-from paceline.watch.rank.threads import mark_stack
+from paceline.watch.rank.threads import Mark, mark_stack
 
 _MANY_USES = 8
 _MANY_FILES = 256
@@ -28,11 +30,12 @@ class Files:
     """The files that ranks of this node may have in common.
 
     Attributes:
-        saved: the paths that were written.
+        saved: the paths that were written, with the stack that did it last.
     """
 
     def __init__(self, torch: Any, gradients: Gradients, outbox: Outbox) -> None:
-        self.saved: set[str] = set()
+        self.saved: dict[str, tuple[Mark, ...]] = {}
+        self._loaded: set[str] = set()
         self._torch = torch
         self._gradients = gradients
         self._outbox = outbox
@@ -55,12 +58,14 @@ class Files:
         path = os.path.realpath(name)
         if path.startswith(("/dev/", "/proc/")):
             return
-        if what == "save":
-            self.saved.add(path)
         if len(self._uses) > _MANY_FILES:
             self._uses.clear()
         uses = self._uses.setdefault(path, deque(maxlen=_MANY_USES))
         marks = mark_stack(sys._getframe(3))
+        if what == "save":
+            self.saved[path] = marks
+        else:
+            self._loaded.add(path)
         place = zlib.crc32(repr([(code.co_filename, code.co_name, at) for code, at in marks]).encode())
         is_over = what == "save" and os.path.exists(path)
         num_since = count_collectives() - self._before if self._before >= 0 else -1
@@ -68,6 +73,22 @@ class Files:
         values = {"path": path, "uses": [list(use) for use in uses]}
         # Other nodes may have another file of this name.
         self._outbox.put("file", f"{socket.gethostname()} {path}", (), self._gradients.passes, marks, values)
+
+    def end(self, wrapped: list[set[str]]) -> None:
+        """Send which of the latest files have the keys of a wrapper, and were not read again.
+
+        Args:
+            wrapped: the names of the parameters of each DDP module.
+        """
+        for path in [path for path in self.saved if path not in self._loaded][-_MANY_USES:]:
+            with (
+                suppress(OSError, zipfile.BadZipFile, StopIteration, ValueError),
+                zipfile.ZipFile(path) as file,
+            ):
+                name = next(one for one in file.namelist() if one.endswith("data.pkl"))
+                words = {word for _, word, _ in pickletools.genops(file.read(name)) if isinstance(word, str)}
+                if any(names and names <= words for names in wrapped):
+                    self._outbox.put("keys", path, (), self._gradients.passes, self.saved[path], {})
 
     def note_random_state(self, state: Any, *rest: Any) -> None:
         """Take note of a state of random numbers that the script sets."""

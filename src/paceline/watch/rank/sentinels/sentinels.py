@@ -93,7 +93,8 @@ class Sentinels:
             if not self._is_over:
                 self._orders.check()
                 is_split = self._orders.has_split or self._copies.has_met_ddp
-                self._exchange.end(is_split=is_split, saved=self._files.saved)
+                self._exchange.end(is_split=is_split, saved=set(self._files.saved))
+                self._files.end(self._copies.wrapped)
         self._give_up()
         for end in self._end_all:
             end()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from paceline.codes import read_pages
 from paceline.watch.protocol.report import Fact, Frame, SharedPlace, Verdict
 
+# Beginnings of the codes that the linter has, too.
+_IN_TEXT = ("PL00", "PL01", "PL02", "PL03", "PL04", "PL05", "PL825", "PL826", "PL828", "PL830", "PL831")
 _MANY_EVENTS = 2048
 _MANY_RECENT = 128
 
@@ -101,5 +103,5 @@ def explain(proof: Proof) -> Verdict:
         what = f"{'have' if verb == 'has' else verb.removesuffix('s')} {rest.replace('its own', 'their own')}"
     headline = f"{proof.saw}: {page.title[0].lower()}{page.title[1:]}"
     places = (SharedPlace(proof.ranks, what.rstrip(), proof.frames),)
-    more = ("`paceline lint` looks for this before a run.",) if proof.code < "PL100" else ()
+    more = ("`paceline lint` looks for this before a run.",) if proof.code.startswith(_IN_TEXT) else ()
     return Verdict(proof.code, headline, places, page.why, page.fix, more)

@@ -15,6 +15,7 @@ from paceline.watch.reasoning.sentinels.numbers import are_equal, differ
 _MANY_SIZES = 8
 _LEAST_PASSES = 8
 _FEW_SAMPLES = 16
+_LEAST_LOOKS = 3  # beside the first
 _HALF = 0.02  # what is left of a sum in a type of half the size; a mean is farther away
 
 
@@ -112,6 +113,17 @@ def advise_norm(facts: Facts) -> Proof | None:
         return None
     saw = f"{fact.values['norm']} normalises over the {min(sizes)} samples of a rank"
     return Proof("PL834", saw, tuple(facts), fact.frames, "normalises alone")
+
+
+def advise_buffers(facts: Facts) -> Proof | None:
+    """Advise against a broadcast of buffers in each forward that never change."""
+    fact = next(iter(facts.values()))
+    first, *others = fact.values.get("buffers") or [[]]
+    if len(others) < _LEAST_LOOKS or not first or any(one != first for one in others):
+        return None
+    size = fact.values["buffer_bytes"]
+    saw = f"each forward broadcasts {size} bytes of buffers, unchanged in {fact.values['forwards']} forwards"
+    return Proof("PL066", saw, tuple(facts), fact.frames, "broadcasts them")
 
 
 def advise_step(facts: Facts) -> Proof | None:

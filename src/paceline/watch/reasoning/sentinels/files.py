@@ -63,6 +63,13 @@ def check_overwritten(facts: Facts) -> Proof | None:
     return None
 
 
+def advise_keys(facts: Facts) -> Proof | None:
+    """Advise against saving the state of a wrapper, which a plain model cannot load."""
+    rank, fact = next(iter(facts.items()))
+    saw = f'the keys in {os.path.basename(fact.event)} of rank {rank} begin with "module."'
+    return Proof("PL040", saw, (rank,), fact.frames, "saves them")
+
+
 def check_random_state(facts: Facts) -> Proof | None:
     """Report ranks that had different random numbers and set one and the same state.
 

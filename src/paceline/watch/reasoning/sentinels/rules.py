@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.watch.reasoning.sentinels.book import SentinelRule
 from paceline.watch.reasoning.sentinels.copies import (
+    advise_buffers,
     advise_norm,
     advise_step,
     check_copies,
@@ -12,6 +13,7 @@ from paceline.watch.reasoning.sentinels.copies import (
     check_sizes,
 )
 from paceline.watch.reasoning.sentinels.files import (
+    advise_keys,
     check_overwritten,
     check_random_state,
     check_reader,
@@ -27,13 +29,14 @@ from paceline.watch.reasoning.sentinels.windows import (
 
 RULES: dict[str, tuple[SentinelRule, ...]] = {
     "batches": (check_samples,),
-    "copies": (check_copies, check_hook, check_sizes, advise_norm, advise_step),
+    "copies": (check_copies, check_hook, check_sizes, advise_norm, advise_step, advise_buffers),
     "end": (check_exchange,),
     "file": (check_writers, check_reader, check_overwritten),
+    "keys": (advise_keys,),
     "order": (check_order,),
     "random": (check_random_state,),
     "window": (check_cleared, check_divided, check_dropped, check_exchanged),
 }
 
-ADVICE = {"PL832", "PL833", "PL834"}
+ADVICE = {"PL040", "PL066", "PL832", "PL833", "PL834"}
 """Codes of what is no mistake by itself, for those who ask for it."""
