@@ -57,7 +57,7 @@ def call_library(call: KnownCall, name: str) -> Value:
         run.emit("coll", node, op=f"nn.{last}", group=kwargs.get("group"), via="")
         return Value("tensor", deps=deps_of(args), node=node)
     if head == "dist" and last in TRANSFERS:
-        run.emit("transfer", node, op=last, peer=c.pick(1, "src" if "recv" in last else "dst"))
+        run.emit("transfer", node)
     if last.startswith("Schedule") and name.startswith("torch.distributed.pipelining"):
         run.emit("alike", node, what="n_microbatches", value=c.pick(1, "n_microbatches"))
     handler = KNOWN.get(short) or KNOWN.get(f"{head}.*") or KNOWN.get(f"*.{last}")

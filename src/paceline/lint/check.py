@@ -18,8 +18,7 @@ from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
 from paceline.lint.scopes import Function, Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
-from paceline.lint.trace import of_rank
-from paceline.lint.values import WITNESSES, RankValue, Value, unknown
+from paceline.lint.values import WITNESSES, Value, WitnessPlace, unknown
 
 # A file without any of these words has nothing to do with ranks.
 _WORDS = re.compile(
@@ -93,13 +92,26 @@ def check_text(text: str, path: str) -> list[LintFinding]:
 
 
 def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
-    ranks = tuple(place.rank for place in WITNESSES)
-    run = _run(ranks, tree, path)
-    if meant := sorted(run.meant - set(ranks))[:_MOST_MEANT]:
-        run = _run((*ranks, *meant), tree, path)
+    named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(tree)}
+    places = list(WITNESSES)
+    runs = [_run_main(places[0], tree, path)]
+    called = set(runs[0].visited)
+    if not runs[0].has_asked:
+        _run_the_rest(runs[0], named)
+    if not runs[0].has_asked:
+        runs *= len(places)  # the script is the same on all ranks
+    else:
+        runs += [_run_main(place, tree, path) for place in places[1:]]
+        meant = set[int]().union(*(run.meant for run in runs)) - {place.rank for place in places}
+        places += [WitnessPlace.of(rank) for rank in sorted(meant)[:_MOST_MEANT]]
+        runs += [_run_main(place, tree, path) for place in places[len(runs) :]]
+        called |= set[int]().union(*(run.visited for run in runs[1:]))
+        for run in runs:
+            run.visited |= called  # what only some ranks call has been seen where they call it
+            _run_the_rest(run, named)
     spawns = _SPAWNS.search(text) is not None
     found = [
-        WitnessTrace(place, of_rank(run.trace, rank), run.reads, spawns) for rank, place in run.places.items()
+        WitnessTrace(place, run.trace, run.reads, spawns) for place, run in zip(places, runs, strict=True)
     ]
     # A rank that the script names and that joins no group has another role: a server, say.
     joins = any(found[0].events("init"))
@@ -108,24 +120,21 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
     ]
 
 
-def _run(ranks: tuple[int, ...], tree: ast.Module, path: str) -> Interpreter:
-    run = Interpreter(ranks, _parse_file)
+def _run_main(place: WitnessPlace, tree: ast.Module, path: str) -> Interpreter:
+    run = Interpreter(place, _parse_file)
     run.entry = path
     run.main = Module(path, tree)
-    run.together(lambda: run.run_module(run.main, is_main=True))
-    _run_the_rest(run)
-    run.ranks = ()
+    run.run_module(run.main, is_main=True)
     return run
 
 
-def _run_the_rest(run: Interpreter) -> None:
+def _run_the_rest(run: Interpreter, named: set[str]) -> None:
     """Run what nobody in the file has called, with unknown arguments; those that others call come last."""
     module = run.main
-    named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(module.tree)}
     names = sorted(module.names.items(), key=lambda pair: pair[0] in named)
     initialized = run.initialized
     for _, value in names:
-        if not isinstance(value, Value) or isinstance(value, RankValue) or value.ref is None:
+        if not isinstance(value, Value) or value.ref is None:
             continue
         if value.kind == "func" and isinstance(value.ref, Function) and value.ref.module is module:
             _enter(run, value, bool(initialized))
@@ -133,25 +142,15 @@ def _run_the_rest(run: Interpreter) -> None:
             members = value.ref.names.values()
             methods = [one for one in members if isinstance(one, Value) and one.kind == "func"]
             if any(id(one.ref.node) not in run.visited for one in methods):
-                me = _instantiate(run, value)
+                from paceline.lint import library
+
+                with run.into([]):
+                    run.frame = ScriptFrame(module.names, module)
+                    call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
+                    me = library.instantiate(call, value)
                 for one in methods:
                     if getattr(one.ref.node, "name", "") != "__init__":
                         _enter(run, one, bool(initialized), me)
-
-
-def _instantiate(run: Interpreter, cls: Value) -> Value:
-    from paceline.lint import library
-
-    made: list[Value] = []
-
-    def make() -> None:
-        run.frame = ScriptFrame(run.main.names, run.main)
-        call = KnownCall(run, [Value("*", ref=unknown())], {}, cls.ref.node, "")
-        made.append(library.instantiate(call, cls))
-
-    with run.into([]):
-        run.together(make)
-    return made[0]
 
 
 def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | None = None) -> None:
@@ -161,8 +160,7 @@ def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | Non
     run.initialized, run.is_assumed, run.seed = True, True, None
     run.num_unread_calls += not initialized
     run.no_sync, run.no_grad, run.loops = [], 0, ()
-    given = [Value("*", ref=unknown())]
-    run.together(lambda: run.call_function(value, given, {}, value.ref.node, owner=owner))
+    run.call_function(value, [Value("*", ref=unknown())], {}, value.ref.node, owner=owner)
 
 
 def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:

@@ -11,21 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.lint import facts, library
-from paceline.lint.scopes import Function, ScriptFrame, Trail
-from paceline.lint.values import (
-    RankValue,
-    Taint,
-    Unlike,
-    Value,
-    WitnessPlace,
-    constant,
-    join,
-    mix,
-    of_ranks,
-    sequence,
-    tainted,
-    unknown,
-)
+from paceline.lint.scopes import Function, ScriptFrame
+from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, tainted, unknown
 
 if TYPE_CHECKING:
     from paceline.lint.trace import TraceEvent
@@ -44,17 +31,6 @@ class GaveUp(Exception):  # noqa: N818 (it ends a search, and is no error)
     """Raised when a script takes too many steps."""
 
 
-class ActivePlace:
-    """The numbers that the active ranks have in common."""
-
-    def __init__(self, run: Evaluator) -> None:
-        self._run = run
-
-    def __getattr__(self, field: str) -> int:
-        found = self._run.of_place(lambda place: Value(const=getattr(place, field)))
-        return int(found.const)
-
-
 class Evaluator:
     """Expressions under one witness, with the state of the process that they read."""
 
@@ -62,20 +38,16 @@ class Evaluator:
 
     # Provided by the interpreter.
     emit: Callable[..., TraceEvent]
+    set: Any
     fork: Callable[..., frozenset[str]]
     tick: Callable[[], None]
     assign: Callable[[ast.AST, Value], None]
     call_function: Callable[..., Value]
-    part: Callable[..., dict[int, Value]]
     loops: tuple[int, ...]
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks  # those for which the script is being run
-        self.places = {rank: WitnessPlace.of(rank) for rank in ranks}
-        self.place = ActivePlace(self)
-        self.trail = Trail()
-        self.set = self.trail.set
-        self.out: list[Any] = []
+    def __init__(self, place: WitnessPlace) -> None:
+        self._place = place
+        self.has_asked = False  # for a number of its place
         self.meant: set[int] = set()  # ranks that the script compares its own with
         self.builtins: dict[str, Value] = {}  # that the script has replaced
         self.has_torch = False  # is imported
@@ -89,13 +61,15 @@ class Evaluator:
         self.no_grad = 0
         self._methods: dict[type[ast.AST], Any] = {}
 
-    def list_active(self) -> tuple[int, ...]:
-        """Return the ranks for which the script is being run."""
-        return self.ranks
+    @property
+    def place(self) -> WitnessPlace:
+        """The place at which it runs."""
+        self.has_asked = True
+        return self._place
 
-    def of_place(self, read: Callable[[WitnessPlace], Value]) -> Value:
-        """Return what follows from the place of each rank."""
-        return of_ranks({rank: read(self.places[rank]) for rank in self.ranks}, self.list_active)
+    @place.setter
+    def place(self, place: WitnessPlace) -> None:
+        self._place = place
 
     @property
     def is_started(self) -> bool:
@@ -111,12 +85,8 @@ class Evaluator:
                 if isinstance(child, ast.expr):
                     self.eval(child)
             return unknown()
-        mark, count = len(self.trail), len(self.out)
-        try:
-            value: Value = method(node)
-        except Unlike as unlike:
-            value = of_ranks(self.part(unlike, partial(self.eval, node), mark, count), self.list_active)
-        return value.narrow() if type(value) is RankValue else value
+        value: Value = method(node)
+        return value
 
     def find_method(self, prefix: str, node: ast.AST) -> Any:
         """Return the method for a kind of node, or None."""
@@ -281,11 +251,8 @@ class Evaluator:
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
         """Return the result of an operator."""
         taint, deps = left.taint | right.taint, left.deps | right.deps
-        is_part = isinstance(op, ast.Div) and self.no_grad == 0
-        is_scaled = isinstance(op, (ast.Div, ast.Mult)) and any(
-            one.fact("world") or one.fact("reduced") for one in (left, right)
-        )
-        if is_scaled:
+        parts = (left, right) if isinstance(op, (ast.Div, ast.Mult)) else ()
+        if any(one.fact("world") or one.fact("reduced") for one in parts):
             self.emit("scaled", node)
         if left.is_known and right.is_known and type(op).__name__ in _OPERATORS:
             is_long = isinstance(left.const, (str, tuple, list)) and isinstance(right.const, int)
@@ -297,7 +264,7 @@ class Evaluator:
         kind = "tensor" if "tensor" in (left.kind, right.kind) else ""
         result = Value(kind, taint=taint, deps=deps, node=node)
         facts.keep_facts(result, left, op, right)
-        if is_part and left.fact("reduced") and left.deps and right.fact("world"):
+        if parts and left.fact("reduced") and left.deps and right.fact("world") and self.no_grad == 0:
             result.attrs["#averaged"] = True
         if isinstance(op, ast.Div) and left.fact("reduced") and right.fact("devices") and not self.is_spawned:
             self.emit("device_count", node)

@@ -10,19 +10,19 @@ import ast
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator, GaveUp
-from paceline.lint.scopes import Change, Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling
-from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, RankItem, TraceEvent
+from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
 from paceline.lint.values import (
     UNKNOWN,
     Taint,
-    Unlike,
     Value,
+    WitnessPlace,
     constant,
     join,
     sequence,
@@ -49,20 +49,21 @@ class Interpreter(Evaluator):
     """One witness.
 
     Args:
-        ranks: that it runs for.
+        place: where it runs.
         load: gives the parsed file of a path, or None.
     """
 
-    def __init__(self, ranks: tuple[int, ...], load: Callable[[Path], Module | None]) -> None:
-        super().__init__(ranks)
+    def __init__(self, place: WitnessPlace, load: Callable[[Path], Module | None]) -> None:
+        super().__init__(place)
         self.load = load
         self.steps = 0
         self.depth = 0
         self.is_quiet = False  # while a loop is walked to see what changes
         self.modules: dict[str, Module] = {}
         self.visited: set[int] = set()
+        self.trail: list[tuple[dict[str, Any], str, Any]] = []
         self.trace: list[Item] = []
-        self.out: list[Item] = self.trace
+        self.out = self.trace
         self.loops: tuple[int, ...] = ()
         self.conditions: list[int] = []
         self.active: list[int] = []
@@ -72,65 +73,40 @@ class Interpreter(Evaluator):
         self.reads: set[str] = set()
         self.num_forks = 0
 
-    def part(
-        self, unlike: Unlike, again: Callable[[], Any], mark: int, count: int, *, joins: bool = False
-    ) -> dict[int, Any]:
-        """Do for each group of alike ranks what cannot be done for all active ones at once.
+    # What changes, and can be undone.
 
-        Args:
-            unlike: the groups.
-            again: does it.
-            mark, count: the lengths of the trail and the trace before it.
-            joins: whether ranks must come out at the same place; else whoever called it parts.
+    def set(self, table: dict[str, Any], key: str, value: Any) -> None:
+        """Change an entry of a table of names or attributes."""
+        self.trail.append((table, key, table.get(key, UNKNOWN)))
+        table[key] = value
 
-        Returns:
-            The results, by rank.
-        """
-        self.trail.undo(mark)
-        del self.out[count:]
-        ranks, before = self.ranks, (self.initialized, self.seed)
-        found: dict[int, Any] = {}
-        sides: list[tuple[tuple[int, ...], list[Change]]] = []
-        parts, states = [], []
-        try:
-            for group in unlike.groups:
-                self.ranks, (self.initialized, self.seed) = group, before
-                items: list[Item] = []
-                with self.into(items):
-                    result = again()
-                if joins and result != NEXT:
-                    raise Unlike([group])
-                found |= dict.fromkeys(group, result)
-                sides.append((group, self.trail.undo(mark)))
-                parts.append((group, items))
-                states.append((self.initialized, self.seed))
-        except Unlike as inner:
-            others = [one for one in unlike.groups if one != self.ranks]
-            raise Unlike([*others, *inner.groups]) from None
-        finally:
-            self.ranks = ranks
-        self.trail.take_ranks(sides, self.list_active)
-        self.initialized, self.seed = (
-            one[0] if len(set(one)) == 1 else None for one in zip(*states, strict=True)
-        )
-        if any(items for _, items in parts):
-            self.out.append(RankItem(self.main.tree, self.frame.module.path, parts))
-        return found
+    def _undo(self, mark: int) -> list[tuple[dict[str, Any], str, Any]]:
+        """Undo all changes since a mark; return the last value of each."""
+        last: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        while len(self.trail) > mark:
+            table, key, old = self.trail.pop()
+            last.setdefault((id(table), key), (table, key, table.get(key, UNKNOWN)))
+            if old is UNKNOWN:
+                table.pop(key, None)
+            else:
+                table[key] = old
+        return list(last.values())
 
-    def together(self, do: Callable[[], Any]) -> None:
-        """Do something for all ranks at once, or as few times as they differ."""
-        mark, count = len(self.trail), len(self.out)
-        try:
-            do()
-        except Unlike as unlike:
-            self.part(unlike, partial(self.together, do), mark, count)
+    def _merge(self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool) -> None:
+        """Join the changes of several arms with what was before, if a path without changes remains."""
+        tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
+        found = [{(id(table), key): value for table, key, value in side} for side in sides]
+        for place, (table, key) in tables.items():
+            base = table.get(key, UNKNOWN)
+            values = [side.get(place, base) for side in found] + ([base] if stays else [])
+            self.set(table, key, join_all(key, values, by))
 
     # Events.
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> TraceEvent:
         """Record an event."""
         data |= {"spawned": self.is_spawned, "started": self.is_started, "unread": self.num_unread_calls}
-        data["limit"] = self.place.local_world
+        data["limit"] = self._place.local_world
         event = TraceEvent(node, self.frame.module.path, kind, data, self.loops)
         self.out.append(event)
         return event
@@ -185,17 +161,7 @@ class Interpreter(Evaluator):
         for statement in body:
             self.tick()
             method = self.find_method("_run_", statement)
-            if method is None:
-                continue
-            mark, count, frame = len(self.trail), len(self.out), self.frame
-            state = len(frame.returns), len(frame.pending), frame.taint
-            try:
-                found: frozenset[str] | None = method(statement)
-            except Unlike as unlike:
-                del frame.returns[state[0] :], frame.pending[state[1] :]
-                frame.taint = state[2]
-                self.part(unlike, partial(self.execute, [statement]), mark, count, joins=True)
-                continue
+            found: frozenset[str] | None = method(statement) if method is not None else None
             if found is None:
                 continue
             ends |= found - NEXT
@@ -276,7 +242,7 @@ class Interpreter(Evaluator):
 
     def _run_import(self, node: ast.Import) -> None:
         for alias in node.names:
-            self.has_torch = self.has_torch or alias.name.partition(".")[0] in ("torch", "numpy")
+            self.has_torch |= alias.name.startswith(("torch", "numpy"))
             module = self.find_module(alias.name, 0)
             if module is not None and "." not in alias.name:
                 value = Value("module", ref=module)
@@ -286,7 +252,7 @@ class Interpreter(Evaluator):
 
     def _run_importfrom(self, node: ast.ImportFrom) -> None:
         module = self.find_module(node.module or "", node.level)
-        self.has_torch = self.has_torch or (node.module or "").partition(".")[0] in ("torch", "numpy")
+        self.has_torch |= (node.module or "").startswith(("torch", "numpy"))
         for alias in node.names:
             name = alias.asname or alias.name
             if module is not None:
@@ -351,10 +317,9 @@ class Interpreter(Evaluator):
         truth = self.truth(condition)
         if truth is not None:
             self.conditions.append(condition.taint)
-            try:
-                return self.execute(node.body if truth else node.orelse)
-            finally:
-                self.conditions.pop()
+            ends = self.execute(node.body if truth else node.orelse)
+            self.conditions.pop()
+            return ends
         arms = [lambda: self.execute(node.body), lambda: self.execute(node.orelse)]
         return self.fork(node, condition, arms)
 
@@ -370,24 +335,22 @@ class Interpreter(Evaluator):
         ends: frozenset[str] = frozenset()
         sides = []
         states = []
-        try:
-            for arm in arms:
-                items: list[Item] = []
-                mark = len(self.trail)
-                self.initialized = before
-                with self.into(items):
-                    found = arm()
-                changes = self.trail.undo(mark)
-                branch.arms.append(items)
-                ends |= found
-                if "next" in found:
-                    sides.append(changes)
-                    states.append(self.initialized)
-                if found & {"return", "break", "continue"}:
-                    self.frame.pending.append(changes)
-        finally:
-            self.conditions.pop()
-            self.num_forks -= 1
+        for arm in arms:
+            items: list[Item] = []
+            mark = len(self.trail)
+            self.initialized = before
+            with self.into(items):
+                found = arm()
+            changes = self._undo(mark)
+            branch.arms.append(items)
+            ends |= found
+            if "next" in found:
+                sides.append(changes)
+                states.append(self.initialized)
+            if found & {"return", "break", "continue"}:
+                self.frame.pending.append(changes)
+        self.conditions.pop()
+        self.num_forks -= 1
         if ends - NEXT - {"raise"}:
             self.frame.taint |= by
         if states:
@@ -396,7 +359,7 @@ class Interpreter(Evaluator):
             for table, key, value in sides[0]:
                 self.set(table, key, value)
         else:
-            self.trail.merge(sides, by, stays=False)
+            self._merge(sides, by, stays=False)
         self.out.append(branch)
         return ends
 
@@ -433,10 +396,8 @@ class Interpreter(Evaluator):
 
         def body() -> frozenset[str]:
             inside, self.loops = self.loops, self.loops[:-1]
-            try:
-                item = library.iterate(self, source, node.iter)
-            finally:
-                self.loops = inside
+            item = library.iterate(self, source, node.iter)
+            self.loops = inside
             self.assign(node.target, item)
             return self.execute(node.body)
 
@@ -447,34 +408,50 @@ class Interpreter(Evaluator):
     def _loop(
         self, loop: LoopItem, body: Callable[[], frozenset[str]], otherwise: list[ast.stmt], *, endless: bool
     ) -> frozenset[str]:
-        before = self.loops, self.is_quiet
-        self.loops = (*self.loops, id(loop.node))
-        try:
-            if not self.is_quiet:  # once for what changes from round to round
-                self.is_quiet = True
-                mark, saved = len(self.trail), (self.initialized, self.frame.taint)
-                returns, pending = len(self.frame.returns), len(self.frame.pending)
-                with self.into([]):
-                    body()
-                self.trail.forget([self.trail.undo(mark), *self.frame.pending[pending:]])
-                del self.frame.returns[returns:], self.frame.pending[pending:]
-                self.initialized, self.frame.taint, self.is_quiet = *saved, False
-            mark, pending = len(self.trail), len(self.frame.pending)
-            with self.into(loop.body):
-                found = body()
-        finally:
-            self.loops, self.is_quiet = before
-        changes = self.trail.undo(mark)
+        before = self.loops
+        self.loops = (*before, id(loop.node))
+        if not self.is_quiet:  # once for what changes from round to round
+            self.is_quiet = True
+            mark, saved = len(self.trail), (self.initialized, self.frame.taint)
+            returns, pending = len(self.frame.returns), len(self.frame.pending)
+            with self.into([]):
+                body()
+            self._forget([self._undo(mark), *self.frame.pending[pending:]])
+            del self.frame.returns[returns:], self.frame.pending[pending:]
+            self.initialized, self.frame.taint, self.is_quiet = *saved, False
+        mark, pending = len(self.trail), len(self.frame.pending)
+        with self.into(loop.body):
+            found = body()
+        changes = self._undo(mark)
         sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
         for table, key, value in changes:
             if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
                 self.set(table, key, value)
-        self.trail.merge(sides, Taint.NONE, stays=True)
+        self._merge(sides, Taint.NONE, stays=True)
+        self.loops = before
         self.out.append(loop)
         ends = found - {"break", "continue", "next"}
         if endless and "break" not in found:
             return ends
         return ends | self.execute(otherwise)
+
+    def _forget(self, sides: list[list[tuple[dict[str, Any], str, Any]]]) -> None:
+        for side in sides:
+            for table, key, value in side:
+                base = table.get(key, UNKNOWN)
+                if base is UNKNOWN or base is value:
+                    continue
+                if isinstance(value, Value) and isinstance(base, Value):
+                    if key.startswith("#") and not value.kind:
+                        continue
+                    joined = join(base, value)
+                    if not joined.kind and joined.is_known and base.is_known:
+                        joined = unknown(joined.taint)
+                    self.set(table, key, joined)
+                elif key == "#items":
+                    self.set(table, key, None)
+                elif key == "#taint":
+                    self.set(table, key, value)
 
     def _run_with(self, node: ast.With | ast.AsyncWith) -> frozenset[str]:
         leave = []
@@ -483,11 +460,10 @@ class Interpreter(Evaluator):
             leave.append(library.enter(self, value, item.context_expr))
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value.attrs.get("#as", value))
-        try:
-            return self.execute(node.body)
-        finally:
-            for undo in reversed(leave):
-                undo()
+        ends = self.execute(node.body)
+        for undo in reversed(leave):
+            undo()
+        return ends
 
     _run_asyncwith = _run_with
 
@@ -507,9 +483,9 @@ class Interpreter(Evaluator):
             with self.into(arm):
                 found = self.execute(handler.body)
             handled.append((handler, arm, found))
-            changes = self.trail.undo(mark)
+            changes = self._undo(mark)
             if "next" in found:
-                self.trail.merge([changes], Taint.NONE, stays=True)
+                self._merge([changes], Taint.NONE, stays=True)
                 if "next" not in ends and not any(isinstance(item, ExitItem) for item in items):
                     ends |= NEXT
         last: list[Item] = []
@@ -563,7 +539,7 @@ class Interpreter(Evaluator):
             self.frame, self.conditions = before
             self.depth -= 1
             self.active.pop()
-        self.trail.merge(frame.pending, frame.taint, stays=True)
+        self._merge(frame.pending, frame.taint, stays=True)
         self.out.append(CallItem(node, self.frame.module.path, items))
         if ends == {"raise"}:
             return Value("never")

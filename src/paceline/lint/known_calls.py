@@ -45,7 +45,7 @@ def call_rank(c: KnownCall) -> Value:
     if members is None:
         return unknown(Taint.NONE if is_size else Taint.RANK)
     if is_size:
-        return unknown(Taint.NONE) if group.fact("assumed") else constant(len(members))
+        return constant(len(members))
     rank = c.run.place.rank
     return constant(members.index(rank) if rank in members else -1, Taint.RANK)
 
@@ -76,11 +76,7 @@ def call_new_group(c: KnownCall) -> Value:
 def call_mesh(c: KnownCall) -> Value:
     c.run.emit("coll", c.node, op=c.name, via="group")
     c.run.initialized = True
-    names, shape = c.pick(2, "mesh_dim_names"), c.pick(1, "mesh_shape")
-    axes = names if names is not None and names.items is not None else shape
-    items = axes.items if axes is not None and axes.items is not None else ()
-    known_axes = tuple(item.const if names is axes else i for i, item in enumerate(items))
-    return make(c.run, "mesh", c.node, axes=known_axes)
+    return make(c.run, "mesh", c.node)
 
 
 @known("parallel.DistributedDataParallel parallel.DataParallel fsdp.FullyShardedDataParallel")
@@ -136,7 +132,6 @@ def call_loader(c: KnownCall) -> Value:
     drops = c.pick(8, "drop_last")
     if drops is not None and drops.const is not False:
         value.attrs.pop("#uneven", None)
-    c.run.emit("alike", c.node, what="batch_size", value=given["batch_size"], of=value)
     return c.tell("loader", value, loader=value, extra="**" in c.kwargs, **given)
 
 
@@ -177,7 +172,6 @@ def call_dataset(c: KnownCall) -> Value:
 def call_optimizer(c: KnownCall) -> Value:
     params = c.pick(0, "params") or unknown()
     value = make(c.run, "optimizer", c.node, [params])
-    c.run.emit("alike", c.node, what="lr", value=c.pick(1, "lr"), of=value)
     return c.tell("optimizer", value, optimizer=value)
 
 
@@ -262,13 +256,12 @@ def call_dcp(c: KnownCall) -> Value | None:
 @known("accelerate.Accelerator")
 def call_accelerator(c: KnownCall) -> Value:
     c.run.initialized = True
-    value = make(c.run, "accelerator", c.node)
+    value, place = make(c.run, "accelerator", c.node), c.run.place
     for name, field in (("process_index", "rank"), ("local_process_index", "local_rank")):
         value.attrs[name] = methods.place_value(c.run, field)
     value.attrs["num_processes"] = methods.place_value(c.run, "world")
-    value.attrs["is_main_process"] = c.run.of_place(lambda place: constant(place.rank == 0, Taint.RANK))
-    is_first = c.run.of_place(lambda place: constant(place.local_rank == 0, Taint.RANK))
-    value.attrs["is_local_main_process"] = is_first
+    value.attrs["is_main_process"] = constant(place.rank == 0, Taint.RANK)
+    value.attrs["is_local_main_process"] = constant(place.local_rank == 0, Taint.RANK)
     return value
 
 
@@ -278,7 +271,7 @@ def call_own(c: KnownCall) -> Value:
     if c.name == "start":
         c.run.initialized = True
         value.attrs["rank"] = methods.place_value(c.run, "rank")
-        value.attrs["is_main"] = c.run.of_place(lambda place: constant(place.rank == 0, Taint.RANK))
+        value.attrs["is_main"] = constant(c.run.place.rank == 0, Taint.RANK)
     is_sharded = "shard" in str(c.kwargs.get("layout", unknown()).const)
     for one in (c.pick(0, "model") or unknown()).of_kind("model") if c.name == "Loop" and is_sharded else ():
         c.run.set(one.attrs, "#sharded", c.node)
@@ -294,7 +287,7 @@ def call_islice(c: KnownCall) -> Value:
 @known("mp.spawn")
 def call_spawn(c: KnownCall) -> Value:
     target, count = c.pick(0, "fn") or unknown(), c.pick(2, "nprocs") or unknown()
-    places, world = c.run.places, methods.place_value(c.run, "world")
+    place, world = c.run.place, methods.place_value(c.run, "world")
     values = [methods.place_value(c.run, "rank")]
     for value in (
         c.pick(1, "args") or unknown()
@@ -302,9 +295,9 @@ def call_spawn(c: KnownCall) -> Value:
         is_count = value is count or (value.is_known and count.is_known and value.const == count.const)
         values.append(world if is_count or value.fact("devices") else value)
     if target.kind == "func":
-        c.run.places, c.run.is_spawned = {rank: place.spawned() for rank, place in places.items()}, True
+        c.run.place, c.run.is_spawned = place.spawned(), True
         c.run.call_function(target, values, {}, c.node)
-        c.run.places, c.run.is_spawned = places, False
+        c.run.place, c.run.is_spawned = place, False
     return unknown()
 
 
@@ -412,9 +405,6 @@ _SIMPLE: dict[str, Handler] = {
     "torch.cuda.synchronize": lambda c: c.tell("sync", constant(None)),
     "torch.cuda.Event": lambda c: c.tell("clock", unknown(), is_timer=True),
     "torch.set_num_threads": lambda c: c.tell("threads", constant(None)),
-    "torch.set_rng_state torch.random.set_rng_state": lambda c: c.tell(
-        "random", constant(None), value=c.pick(0, "new_state"), seed=c.run.seed
-    ),
     "dist.destroy_process_group": lambda c: c.tell("destroy", constant(None)),
     "itertools.count itertools.repeat": lambda c: Value("list", attrs={"#element": unknown(), "#even": True}),
     "torch.save": lambda c: c.tell("save", constant(None), value=c.pick(0, "obj"), target=c.pick(1, "f")),

@@ -146,7 +146,6 @@ def get_item(run: Any, owner: Value, key: Value, node: ast.AST) -> Value:
     if owner.kind in ("mesh", "loaded", "state", "lib"):
         part = methods.copied(owner)
         part.attrs["#axis"] = key.const
-        part.start_taint |= key.taint & Taint.RANK
         return part
     items = owner.items or tuple((owner.fact("entries") or {}).values())
     if items and Taint.RANK & key.taint:

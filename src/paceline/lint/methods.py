@@ -19,7 +19,7 @@ from paceline.lint.facts import (
     known_items,
     make,
 )
-from paceline.lint.values import Taint, Value, WitnessPlace, constant, join, mix, sequence, unknown, words
+from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
 
 _OF_TEXT = words("format join lower upper strip startswith endswith replace")
 _CLEARS = {"zero_grad", "zero_grad_buffer"}
@@ -39,13 +39,9 @@ _OF_ALL = {"world", "local_world", "num_nodes"}
 
 def place_value(run: Any, field: str, *, text: bool = False) -> Value:
     """Return a number of the witness's place."""
+    number = getattr(run.place, field)
     taint = Taint.NONE if field in _OF_ALL else Taint.RANK
-
-    def read(place: WitnessPlace) -> Value:
-        number = getattr(place, field)
-        return constant(str(number) if text else number, taint, **{field: True})
-
-    return run.of_place(read)  # type: ignore[no-any-return]
+    return constant(str(number) if text else number, taint, **{field: True})
 
 
 def read_environment(run: Any, owner: Value, key: Value, default: Value | None) -> Value:
@@ -127,10 +123,6 @@ def call(c: KnownCall) -> Value | None:
     owner, name, args = c.owner, c.name, c.args
     if name == "backward" and owner.kind in ("tensor", ""):
         return backward(c)
-    if name == "bind" and args and args[0].items and str(args[0].items[-1].const) == "0":
-        c.run.set(owner.attrs, "#free_port", True)
-    if name == "getsockname" and owner.fact("free_port"):
-        return unknown(Taint.LOCAL)
     if name in _CLEARS:
         return c.tell("clear", constant(None), target=owner)
     if name == "load_state_dict" and not owner.kind:
@@ -332,21 +324,6 @@ def _dataset(c: KnownCall) -> Value:
 _OWN_STEP = Value("list", attrs={"#element": unknown(Taint.LOCAL), "#own_step": True})
 
 
-@known("get_group get_local_rank", of="mesh")
-def _of_axis(c: KnownCall) -> Value:
-    """Return a place on a mesh of two axes: its sizes are taken to be the nodes and the ranks of each."""
-    axes, axis = c.owner.fact("axes"), c.pick(0, "mesh_dim")
-    name = axis.const if axis is not None and not axis.is_none else c.owner.fact("axis")
-    index = axes.index(name) if name in axes else name
-    is_known = len(axes) == 2 and index in (0, 1)
-    column, row = c.run.place.local_rank, c.run.place.node
-    if c.name == "get_local_rank":
-        return constant((row, column)[index], Taint.RANK) if is_known else unknown(Taint.RANK)
-    size = c.run.place.local_world
-    ranks = range(row * size, row * size + size) if index else range(column, c.run.place.world, size)
-    return make(c.run, "group", c.node, members=tuple(ranks) if is_known else None, assumed=True)
-
-
 # Kinds of owners, names of methods, and what they return.
 _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     (_MODULES, "half bfloat16 float double train eval apply", lambda c: c.owner),
@@ -367,7 +344,8 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("list dict", "sort reverse", lambda c: c.run.element(c.owner, 0)),
     ("tensor", "contiguous flatten view", lambda c: c.owner),
     ("tensor", "data_ptr", lambda c: unknown()),
-    ("mesh", "get_rank get_coordinate", lambda c: unknown(Taint.RANK)),
+    ("mesh", "get_rank get_coordinate get_local_rank", lambda c: unknown(Taint.RANK)),
+    ("mesh", "get_group", lambda c: make(c.run, "group", c.node)),
     ("mesh", "size", lambda c: unknown(Taint.NONE)),
     ("mesh", "*", lambda c: Value("mesh")),
     ("iterator", "set_description set_postfix update", lambda c: c.owner),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from paceline.lint.canonical import canonical
-from paceline.lint.values import UNKNOWN, Taint, Value, join, of_ranks, unknown
-
-# A table, a key, and the value that was there or is.
-Change: TypeAlias = tuple[dict[str, Any], str, Any]
+from paceline.lint.values import UNKNOWN, Taint, Value, join
 
 
 @dataclass(eq=False)
@@ -35,7 +32,7 @@ class ScriptFrame:
         self.globals: set[str] = set()
         self.nonlocals: set[str] = set()
         self.taint = Taint.NONE  # of the conditions under which a part of the calls has returned
-        self.pending: list[list[Change]] = []  # of paths that have left a loop or it
+        self.pending: list[list[tuple[dict[str, Any], str, Any]]] = []  # of paths that have left a loop or it
         self.is_class = False
 
 
@@ -84,76 +81,6 @@ class Class:
         """Return a member that is a function."""
         member = self.find(name)
         return member if member is not None and member.kind == "func" else None
-
-
-class Trail:
-    """The changes of tables of names and attributes, which can be undone."""
-
-    def __init__(self) -> None:
-        self._changes: list[Change] = []
-
-    def __len__(self) -> int:
-        return len(self._changes)
-
-    def set(self, table: dict[str, Any], key: str, value: Any) -> None:
-        """Change an entry of a table."""
-        self._changes.append((table, key, table.get(key, UNKNOWN)))
-        table[key] = value
-
-    def undo(self, mark: int) -> list[Change]:
-        """Undo all changes since a mark; return the last value of each."""
-        last: dict[tuple[int, str], Change] = {}
-        while len(self._changes) > mark:
-            table, key, old = self._changes.pop()
-            last.setdefault((id(table), key), (table, key, table.get(key, UNKNOWN)))
-            if old is UNKNOWN:
-                table.pop(key, None)
-            else:
-                table[key] = old
-        return list(last.values())
-
-    def merge(self, sides: Sequence[list[Change]], by: int, *, stays: bool) -> None:
-        """Join the changes of several arms with what was before, if a path without changes remains."""
-        for table, key, values in _list_values(sides):
-            self.set(table, key, join_all(key, values + [table.get(key, UNKNOWN)] * stays, by))
-
-    def take_ranks(self, sides: list[tuple[tuple[int, ...], list[Change]]], list_active: Any) -> None:
-        """Take the changes of groups of ranks."""
-        for table, key, values in _list_values([changes for _, changes in sides]):
-            by_rank = {rank: one for (group, _), one in zip(sides, values, strict=True) for rank in group}
-            known = {rank: value for rank, value in by_rank.items() if value is not UNKNOWN}
-            if all(isinstance(value, Value) for value in known.values()):
-                self.set(table, key, of_ranks(known, list_active))
-            else:
-                self.set(table, key, join_all(key, values, Taint.NONE))
-
-    def forget(self, sides: list[list[Change]]) -> None:
-        """Keep of a loop's changes what holds in all rounds."""
-        for side in sides:
-            for table, key, value in side:
-                base = table.get(key, UNKNOWN)
-                if base is UNKNOWN or base is value:
-                    continue
-                if isinstance(value, Value) and isinstance(base, Value):
-                    if key.startswith("#") and not value.kind:
-                        continue
-                    joined = join(base, value)
-                    if not joined.kind and joined.is_known and base.is_known:
-                        joined = unknown(joined.taint)
-                    self.set(table, key, joined)
-                elif key == "#items":
-                    self.set(table, key, None)
-                elif key == "#taint":
-                    self.set(table, key, value)
-
-
-def _list_values(sides: Sequence[list[Change]]) -> Iterator[tuple[dict[str, Any], str, list[Any]]]:
-    """Yield the tables and keys of changes, and what each side leaves there."""
-    tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
-    found = [{(id(table), key): value for table, key, value in side} for side in sides]
-    for place, (table, key) in tables.items():
-        base = table.get(key, UNKNOWN)
-        yield table, key, [side.get(place, base) for side in found]
 
 
 def join_all(key: str, values: list[Any], by: int) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from paceline.lint.values import RankValue, Value, at_rank
+from paceline.lint.values import Value
 
 
 @dataclass(eq=False)
@@ -72,34 +71,7 @@ class ExitItem(_Placed):
     kind: str
 
 
-@dataclass(eq=False)
-class RankItem(_Placed):
-    """A place where ranks part: what each group of them does."""
-
-    parts: list[tuple[tuple[int, ...], list[Item]]]
-
-
-Item: TypeAlias = "TraceEvent | BranchItem | LoopItem | CallItem | ExitItem | RankItem"
-
-
-def of_rank(value: Any, rank: int) -> Any:
-    """Return a rank's part of a trace or of what is in it; what all ranks do alike is shared."""
-    if isinstance(value, RankValue):
-        return at_rank(value, rank)
-    if isinstance(value, (list, tuple)):
-        found: list[Any] = []
-        for one in value:
-            if isinstance(one, RankItem):
-                found += [new for ranks, part in one.parts if rank in ranks for new in of_rank(part, rank)]
-            else:
-                found.append(of_rank(one, rank))
-        is_same = len(found) == len(value) and all(map(operator.is_, found, value))
-        return value if is_same else type(value)(found)
-    fields = value if isinstance(value, dict) else vars(value) if isinstance(value, _Placed) else {}
-    new = {name: one for name, old in fields.items() if (one := of_rank(old, rank)) is not old}
-    if not new:
-        return value
-    return {**value, **new} if isinstance(value, dict) else replace(value, **new)
+Item: TypeAlias = "TraceEvent | BranchItem | LoopItem | CallItem | ExitItem"
 
 
 def walk(items: list[Item]) -> list[Item]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 
@@ -16,7 +15,6 @@ class Taint:
     RANK = 1  # follows from the number of the rank
     LOCAL = 2  # differs between ranks: a clock, a draw without a common seed, this rank's share of the data
     UNKNOWN = 4  # out of code that was not read
-    CHOICE = 8  # a condition on the rank has chosen it
 
 
 UNKNOWN: Any = object()
@@ -104,69 +102,6 @@ class Value:
         return [one for one in self.alternatives() if one.kind in kinds]
 
 
-class Unlike(BaseException):
-    """Raised where code looks at a value that differs between the ranks that it runs for."""
-
-    def __init__(self, groups: list[tuple[int, ...]]) -> None:
-        self.groups = groups
-
-
-class RankValue(Value):
-    """A value that differs between ranks. It is passed on as one; who looks at it must be alike ranks.
-
-    Attributes:
-        by_rank: the values.
-        list_active: gives the ranks for which the script is being run; none once it has ended.
-    """
-
-    __slots__ = ("by_rank", "list_active")
-
-    def __init__(self, by_rank: dict[int, Value], list_active: Callable[[], tuple[int, ...]]) -> None:
-        self.by_rank = by_rank
-        self.list_active = list_active
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the numbers and texts of the active ranks agree on.
-
-        Raises:
-            Unlike: they don't, or these are objects.
-        """
-        values = [at_rank(self, rank) for rank in self.list_active()] or [unknown()]
-        first, *others = (getattr(one, name) for one in values)
-        is_same = all(one is first or one == first for one in others)
-        groups = self._list_groups()
-        if len(groups) < 2 or (is_same and not any(one.kind for one in values)):
-            return first
-        raise Unlike(groups)
-
-    def _list_groups(self) -> list[tuple[int, ...]]:
-        groups: list[tuple[int, ...]] = []
-        for rank in self.list_active():
-            mine = at_rank(self, rank)
-            same = [group for group in groups if are_alike(at_rank(self, group[0]), mine)]
-            groups = [group for group in groups if group not in same] + [(*sum(same, ()), rank)]
-        return groups
-
-    def narrow(self) -> Value:
-        """Return the value of the active ranks where they have one, else itself."""
-        groups = self._list_groups()
-        return at_rank(self, groups[0][0]) if len(groups) == 1 else self
-
-
-def are_alike(a: Value, b: Value) -> bool:
-    """Return whether two ranks cannot tell their values apart."""
-    if a is b:
-        return True
-    if a.kind or b.kind:
-        return a.kind == b.kind == "lib" and a.ref == b.ref
-    if not a.is_known or not b.is_known or type(a.const) is not type(b.const):
-        return False
-    try:
-        return bool(a.const == b.const) and a.taint == b.taint
-    except Exception:
-        return False
-
-
 def constant(const: Any, taint: int = Taint.NONE, **facts: Any) -> Value:
     """Return a known value."""
     return Value(const=const, taint=taint, attrs={f"#{name}": fact for name, fact in facts.items()})
@@ -180,7 +115,6 @@ def unknown(taint: int = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.AS
 def tainted(value: Value, by: int) -> Value:
     """Return a number or text whose choice followed from other values."""
     by &= Taint.RANK | Taint.LOCAL
-    by |= Taint.CHOICE if by else Taint.NONE
     if value.kind or not by & ~value.taint:
         return value
     attrs = {name: fact for name, fact in value.attrs.items() if name != "#taint"}
@@ -208,11 +142,6 @@ def mix(values: Iterable[Value]) -> int:
     return taint
 
 
-def at_rank(value: Value, rank: int) -> Value:
-    """Return what a value is on a rank."""
-    return value.by_rank.get(rank, unknown()) if isinstance(value, RankValue) else value
-
-
 def _mix_alternatives(a: Value, b: Value, by: int) -> int:
     taint = a.taint | b.taint
     if Taint.LOCAL & taint and not (Taint.LOCAL & a.taint and Taint.LOCAL & b.taint):
@@ -226,12 +155,6 @@ def join(a: Value, b: Value, by: int = Taint.NONE) -> Value:
     """Return a value after a branch that made it one or the other; `by` are the condition's origins."""
     if a is b:
         return a
-    for one in (a, b):
-        if isinstance(one, RankValue) and one.narrow() is one:
-            ranks = one.list_active()
-            return RankValue(
-                {rank: join(at_rank(a, rank), at_rank(b, rank), by) for rank in ranks}, one.list_active
-            )
     if not a.kind and not b.kind and a.is_known and b.is_known and type(a.const) is type(b.const):
         try:
             if a.const == b.const:
@@ -285,18 +208,6 @@ class WitnessPlace:
     def spawned(self) -> WitnessPlace:
         """Return the place of a child of `mp.spawn`: on one node, with a device for each."""
         return WitnessPlace(self.rank, self.rank, 0, self.world, self.world, 1)
-
-
-def of_ranks(by_rank: dict[int, Value], list_active: Callable[[], tuple[int, ...]]) -> Value:
-    """Return one value for several ranks."""
-    by_rank = {rank: at_rank(value, rank) for rank, value in by_rank.items()}
-    first, *others = by_rank.values()
-    if all(are_alike(first, one) for one in others):
-        return first
-    is_unknown = all(one.kind == first.kind and not one.is_known and not one.attrs for one in others)
-    if first.kind in _PLAIN and is_unknown and not first.is_known and not first.attrs:
-        return reduce(join, by_rank.values())
-    return RankValue(by_rank, list_active)
 
 
 WITNESSES = tuple(map(WitnessPlace.of, (0, 1, 8)))

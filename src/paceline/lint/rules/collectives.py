@@ -21,7 +21,6 @@ from paceline.lint.trace import (
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}
-_CODE_OF |= {"n_microbatches": "PL009", "lr": "PL825", "batch_size": "PL828"}
 _BROAD = words(
     "None Exception BaseException RuntimeError OutOfMemoryError CudaError AcceleratorError DistBackendError"
 )
@@ -214,50 +213,16 @@ def unlike_collectives(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 yield spot
 
 
-@rule("PL002")
-def unlike_order(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report collectives in another order, and two ranks that both receive from each other first."""
-    for one, other in itertools.combinations(witnesses, 2):
-        firsts = [_first_transfer(*pair) for pair in ((one, other), (other, one))]
-        if all(event is not None and event.op == "recv" for event in firsts):
-            ranks = f"ranks {one.place.rank} and {other.place.rank}"
-            saw = f"{ranks} both wait for what the other sends later (line {firsts[1].line})."
-            yield at(firsts[0], saw)
-
-
-def _first_transfer(witness: WitnessTrace, other: WitnessTrace) -> Any:
-    """Return the first send to or receive from another witness; None if that is not known."""
-    transfers = list(witness.events("transfer"))
-    unsure = [item for item in witness.all_items if isinstance(item, BranchItem)]
-    if any(one.kind == "transfer" for item in unsure for arm in item.arms[1:] for one in events(arm)):
-        transfers = []
-    known = all(event.peer is not None and isinstance(event.peer.const, int) for event in transfers)
-    is_plain = known and all(event.op in ("send", "recv") for event in transfers)
-    return next((event for event in transfers if is_plain and event.peer.const == other.place.rank), None)
-
-
-@rule("PL009 PL825 PL828")
+@rule("PL009")
 def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a number of microbatches, a learning rate or a batch size that depends on the rank."""
+    """Report a number of microbatches that depends on the rank."""
     for one, other in itertools.combinations(witnesses, 2):
         theirs = {id(event.node): event.value for event in other.events("alike")}
         for event in one.events("alike"):
             pair = [value.const for value in (event.value, theirs.get(id(event.node))) if value is not None]
-            is_known = len(pair) == 2 and all(isinstance(one, (int, float)) for one in pair)
-            if is_known and pair[0] != pair[1] and (event.of is None or _trains_copies(one, event.of)):
+            if len(pair) == 2 and all(isinstance(one, int) for one in pair) and pair[0] != pair[1]:
                 ranks = f"{pair[0]} on rank {one.place.rank} and {pair[1]} on rank {other.place.rank}"
-                yield at(event, f"{event.what} is {ranks}.", _CODE_OF[event.what])
-
-
-def _trains_copies(witness: WitnessTrace, owner: Value) -> bool:
-    """Whether an optimizer or a loader trains a model that DDP keeps equal on all ranks by mean losses."""
-    given = {dep for dep in owner.deps if dep.kind == "model"} | {owner}
-    return any(
-        event.is_mean and any(dep.kind == "ddp" and dep.fact("group") is None for dep in event.quiet)
-        for event in witness.events("backward")
-        if given & (event.deps | {dep.attrs["module"] for dep in event.quiet if dep.kind == "ddp"})
-        or any(dep in owner.deps for dep in event.quiet)
-    )
+                yield at(event, f"{event.what} is {ranks}.")
 
 
 @rule("PL004")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.lint.rules.collectives import tokens_of
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, Item, TraceEvent, events, walk
 from paceline.lint.values import Taint, Value
@@ -98,37 +97,6 @@ def setting_too_late(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     for event in witness.events("setenv"):
         if event.late and event.key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             yield at(event, f"{event.key} is read when torch or numpy is imported, which was before.")
-
-
-@rule("PL830")
-def one_random_state(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report ranks with seeds of their own that all set the random state of one file."""
-    for event in witnesses[1].events("random"):
-        state, seed = event.value, event.seed
-        is_one = state is not None and state.kind == "loaded" and not Taint.RANK & state.taint
-        if is_one and event.started is True and seed is not None and seed & (Taint.RANK | Taint.LOCAL):
-            yield at(event, "ranks with seeds of their own all set the state of one file.")
-
-
-@rule("PL042")
-def load_races_save(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a file that a rank reads while another writes it, with no collective in between."""
-    writer = witnesses[0]
-    for reader in witnesses[1:]:
-        saved = {id(event.node) for event in reader.events("save")}
-        read = {id(event.node) for event in reader.events("load")}
-        fresh: dict[str, TraceEvent] = {}
-        for event in writer.all_events:
-            path = event.target.const if event.kind in ("save", "load") and event.target is not None else None
-            if event.kind == "coll" or any(tokens_of(event, writer.place)):
-                fresh.clear()
-            elif not isinstance(path, str):
-                continue
-            elif event.kind == "save" and id(event.node) not in saved:
-                fresh[path] = event
-            elif event.kind == "load" and id(event.node) in read and path in fresh:
-                saw = f"rank {reader.place.rank} reads {path!r} while rank 0 writes it "
-                yield at(event, f"{saw}(line {fresh[path].line}): no collective is between.")
 
 
 @rule("PL043", "warning")

@@ -26,26 +26,6 @@ def _changes_weights(event: TraceEvent) -> bool:
     return event.kind == "step" and event.what != "scheduler"
 
 
-@rule("PL013")
-def step_on_some_ranks(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
-    """Report a step of an optimizer, scheduler or scaler that only some witnesses take."""
-    for one in witnesses:
-        for other in witnesses:
-            if one is other:
-                continue
-            made = {id(event.node) for event in other.events("optimizer")}
-            taken = {(event.what, id(event.target.node)) for event in other.events("step")}
-            for event in one.events("step"):
-                target = event.target
-                wrapped = any(model.kind in ("ddp", "fsdp") for model in _models(target))
-                if target.kind != "optimizer" or not wrapped or id(target.node) not in made:
-                    continue
-                if (event.what, id(target.node)) not in taken:
-                    ranks = f"rank {one.place.rank}, and not on rank {other.place.rank}"
-                    saw = f"the {event.what} steps on {ranks}."
-                    yield at(event, saw)
-
-
 def _parts(model: Value, depth: int = 4) -> set[Value]:
     """Return a model with the modules in it."""
     inner = [part for part in model.attrs.values() if isinstance(part, Value) and part.kind in _MODELS]

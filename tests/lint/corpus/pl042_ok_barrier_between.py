@@ -1,9 +1,0 @@
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-model = torch.nn.Linear(4, 1)
-if dist.get_rank() == 0:
-    torch.save(model.state_dict(), "first.pt")
-dist.barrier()
-model.load_state_dict(torch.load("first.pt", map_location="cpu"))
