@@ -22,10 +22,10 @@ from paceline.launching.members.store import StoreError
 _T = TypeVar("_T")
 # A link of 0.2 s takes 2 s to connect.
 _CALL_S = 4.0
+_TIMEOUT = timedelta(seconds=_CALL_S)
 _CONNECT_S = 10.0
 _FEW = 3
 _NO_VALUE = "?"
-_NO_STORE = "what listens there does not answer as the store of a job"
 
 
 class TcpRecord:
@@ -44,7 +44,7 @@ class TcpRecord:
         self.name = f"{place[0]}:{place[1]}"
         self._place, self._prefix = place, f"paceline/{job}"
         self._client: TCPStore | None = None
-        self._is_silent = self._had_record = False
+        self._is_stranger = self._had_record = False
         if address is not None:
             self._client = _serve(place, address)
         self.is_host = self._client is not None
@@ -98,25 +98,22 @@ class TcpRecord:
         thread.start()
         thread.join(limit_s)
         if found:
-            self._is_silent = False
             return found[0]
         if not self.is_host:
             self._client = None
-        if errors and isinstance(errors[0], StoreError):
-            raise errors[0]
-        if self._is_silent and not errors and not self._had_record:
-            raise StoreError(_NO_STORE, is_final=True)
+        if self._is_stranger:
+            why = "what listens there does not answer as the store of a job"
+            raise StoreError(why, is_final=not self._had_record)
         raise StoreError(str(errors[0]).splitlines()[0] if errors else f"no answer for {limit_s:g} s")
 
     def _connect(self) -> TCPStore:
-        # torch itself tries again for a long time; a refused connection is known at once.
+        self._is_stranger = False
+        # torch itself tries again for a long time, and never returns where nothing answers.
         with socket.create_connection(self._place, _CALL_S):
-            self._is_silent = True
-        try:
-            timeout = timedelta(seconds=_CALL_S)
-            return TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError:
-            raise StoreError(_NO_STORE, is_final=not self._had_record) from None
+            self._is_stranger = True
+        client = TCPStore(*self._place, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+        self._is_stranger = False
+        return client
 
 
 def _get(client: Any, key: str) -> bytes | None:
@@ -136,12 +133,11 @@ def _serve(place: Address, address: str) -> TCPStore | None:
     try:
         with socket.create_server((host, place[1]), family=family, backlog=512) as server:
             port = int(server.getsockname()[1])
-            timeout = timedelta(seconds=_CALL_S)
             return TCPStore(
                 *(place[0], port),
                 is_master=True,
                 wait_for_workers=False,
-                timeout=timeout,
+                timeout=_TIMEOUT,
                 master_listen_fd=server.detach(),
             )
     except OSError as error:
