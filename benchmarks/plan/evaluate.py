@@ -1,6 +1,7 @@
 """Fits the constants of the model of time, and measures its error on publications that were left out.
 
     python benchmarks/plan/evaluate.py [ROWS.csv] [--write]     # --write: src/paceline/plan/fitted.json
+    python benchmarks/plan/evaluate.py --no-fit                 # predicts with the shipped constants alone
 
 Constants are found by a search along each of them, between bounds. Every row of a publication is predicted by
 constants that were fitted without it. A row of N in its publication counts 1/N in the fit.
@@ -115,6 +116,7 @@ def main() -> None:
             errors |= dict(zip(map(id, held), predict(held, fit), strict=True))
     print("constants:", {key: float(f"{value:.3g}") for key, value in asdict(whole).items()})
     report(runs, errors)
+    report_sweeps(runs, errors)
     print("\npredicted over measured, rows\n" + "\n".join(draw(list(errors.values()))))
     memory = report_memory([run for run in everything if run.peak_gb is not None])
     report_fits(everything, memory)
@@ -158,6 +160,27 @@ def report(runs: list[Run], errors: dict[int, float]) -> None:
     )
     by_source = [describe([errors[id(run)] for run in own])[0] for own in groups.values()]
     print(f"median over publications of their medians: {statistics.median(by_source):.1%}")
+
+
+def report_sweeps(runs: list[Run], errors: dict[int, float]) -> None:
+    """Print how much slower than the best the layout is that is predicted to be fastest, by published sweep.
+
+    A sweep is one model, batch and cluster of a publication under several layouts.
+    """
+    sweeps = defaultdict(list)
+    for run in runs:
+        key = (run.publication, run.words, run.costs.global_batch, run.costs.tokens, run.costs.num_parameters)
+        sweeps[key].append(run)
+    over = []
+    print(f"\n{'published sweep':<70}{'layouts':>8}{'pick':>7}")
+    for (name, words, batch, *_), own in sweeps.items():
+        if len({(run.layout, run.costs.microbatch) for run in own}) < 2:
+            continue
+        pick = min(own, key=lambda run: run.step_s * math.exp(errors[id(run)]))
+        over.append(pick.step_s / min(run.step_s for run in own) - 1)
+        print(f"{f'{name}, {words}, batch {batch}'[:69]:<70}{len(own):>8}{over[-1]:>+7.0%}")
+    near = sum(each <= 0.05 for each in over)
+    print(f"the pick is within 5% of the best in {near} of {len(over)} sweeps, at worst {max(over):.0%} off")
 
 
 def report_memory(runs: list[Run]) -> dict[str, list[float]]:
