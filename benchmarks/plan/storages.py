@@ -276,10 +276,12 @@ def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], i
 
 def _train_own(name: str, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
     recipe = load_own(name, layout)
+    before = Meter().total
     data = build_data(recipe)
+    given = Meter().total - before
     trainer = build_trainer(recipe, data, 100)
     loader = build_loader(recipe, trainer, data.train, train=True)
-    return (partial(trainer.step, batch) for batch in loader), 0
+    return (partial(trainer.step, batch) for batch in loader), given
 
 
 def report(*, every: bool) -> None:

@@ -14,8 +14,9 @@ from paceline.plan.costs import ModelCosts, ModelPart, Product, Transformer, of_
 from paceline.plan.fit import Constants, find_interval, load_constants, load_fit
 from paceline.plan.model_state import Sizes
 from paceline.plan.parameters import Parameter
+from paceline.plan.recipe_costs import of_recipe
 from paceline.plan.step import StepModel, _Rank, cut_stages, find_strides
-from paceline.recipe import Layout
+from paceline.recipe import Layout, load_recipe
 
 PLAIN = Constants(
     product=1, half_inner=1e-9, attention=1, moved=1, inside=1, between=1, inside_s=0, between_s=0, call_s=0,
@@ -171,3 +172,9 @@ def test_the_shipped_numbers_are_possible() -> None:
     )
     assert load_fit()["rows"] > 250
     assert read_cluster("2 nodes of 8 A100-80", fit.links).between is not None
+
+
+def test_a_dense_block_before_mixtures_has_its_own_width() -> None:
+    dense = of_recipe(load_recipe("recipes/moe-stdlib.toml")).blocks[0]
+    weights = sum(math.prod(p.shape) for p in dense.parameters if len(p.shape) == 2)
+    assert sum(p.inner * p.columns for p in dense.products if p.by != "heads") == weights

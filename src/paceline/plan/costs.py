@@ -115,6 +115,11 @@ class ModelPart:
         """The trained numbers."""
         return sum(math.prod(p.shape) for p in self.parameters)
 
+    @cached_property
+    def most_numbers(self) -> int:
+        """The numbers of its largest trained parameter."""
+        return max((math.prod(p.shape) for p in self.parameters), default=0)
+
     def count_own(self, layout: Layout) -> float:
         """Return the trained numbers of a rank of tp and ep, before shards divide them."""
         if layout.ep == 1:
@@ -198,6 +203,7 @@ class Transformer:
         residual: bytes of a number in the stream between blocks.
         number: bytes of a number elsewhere.
         experts: of a mixture; 0: there is none.
+        expert_inner: width inside an expert.
         per_token: experts that a token visits.
         shared: width of the expert that every token visits.
         dense: first blocks without a mixture.
@@ -218,6 +224,7 @@ class Transformer:
     residual: int = 4
     number: int = 4
     experts: int = 0
+    expert_inner: int = 0
     per_token: int = 1
     shared: int = 0
     dense: int = 0
@@ -234,7 +241,7 @@ def of_transformer(sizes: Transformer, parameters: dict[str, list[Parameter]]) -
     before = ModelPart(
         moved_whole=2 * s * h * sizes.residual,
         calls=6,
-        kept=Kept(whole=8 * s),
+        kept=Kept(whole=8 * s + s * h * w * sizes.drops),
         width_bytes=s * h * w,
         num_sums=1,
         parameters=tuple(parameters["before"]),
@@ -277,39 +284,44 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
         *score,
         Product(s, h, h, "inner"),
     ]
-    # Rows of the feed-forward: every token once, or once for each expert that it visits.
-    visits, divided = (sizes.per_token, False) if mixes else (1, True)
     ups = 2 if sizes.gated else 1
-    products += _feed(s * visits, h, sizes.inner, ups, divided=divided)
-    f = sizes.inner * visits + (sizes.shared if mixes else 0)
-    if mixes and sizes.shared:
-        products += _feed(s, h, sizes.shared, ups, divided=True)
+    f, rows, e = (sizes.shared, sizes.per_token, sizes.expert_inner) if mixes else (sizes.inner, 0, 0)
+    if mixes:
+        products += _feed(s * rows, h, e, ups, divided=False)
+    if f:
+        products += _feed(s, h, f, ups, divided=True)
     # Scores are written, scaled, masked, normalised and read, unless they never leave the kernel.
     scores = 0.0 if sizes.fused else s * s * sizes.heads * (8 * w + 1)
-    # Kept unless fused: the scores, what is left of them after dropout, and the mask.
-    kept_scores = s * sizes.heads * 4 if sizes.fused else s * s * sizes.heads * (2 * w + 1)
+    # Kept unless fused: the scores, what is left of them after dropout, and the mask; torch's own code also
+    # keeps scaled queries and keys.
+    kept_scores = few = s * sizes.heads * 4 if sizes.fused else s * s * sizes.heads * (2 * w + 1)
+    if sizes.drops and not sizes.fused:
+        few = s * s * sizes.heads * w
+        kept_scores = 3 * few + s * (h + kv) * w
     narrow = w < r
     # Gated: gate, up, silu(gate), their product. Else: before and behind the activation.
-    inner = f * (4 if sizes.gated else 2)
+    inner = 4 if sizes.gated else 2
     attention = (2 * h + 2 * kv) * w
-    split = s * (attention + inner * w) + kept_scores
+    split = s * (attention + f * inner * w) + kept_scores
     if sizes.drops:
         split += s * f * w
     # Both norms keep their input and their result, and RMSNorm what it scales. Under autocast, products keep
     # narrow copies of these. A dropout keeps its mask in the numbers' type.
     narrowed, scaled = (2 if narrow else 0), (3 if narrow else 2) if sizes.rms else 0
     whole = s * (4 * h * r + (8 if sizes.rms else 16) + (narrowed + scaled + 2 * sizes.drops) * h * w)
-    joined = 2 * s * h * w  # inputs of products; of selective recompute, what attention and feed-forward add
-    few = s * ((h + 2 * kv) * w + h * w + ups * f * w) + kept_scores
+    # Inputs of products (of selective recompute, what attention and feed-forward add). Experts are whole,
+    # and keep each row as it comes and as it goes.
+    joined = s * (2 * h + rows * (e * inner + 2 * h)) * w
+    few += s * ((h + 2 * kv) * w + h * w + ups * f * w)
     return ModelPart(
         products=tuple(products),
-        moved=s * ((4 * h + 4 * kv) * w + (2 * ups + 1) * f * w) + scores,
+        moved=s * ((4 * h + 4 * kv) * w + (2 * ups + 1) * (f + rows * e) * w) + scores,
         moved_whole=s * h * (10 * r + 4 * w),
         calls=28 if sizes.gated else 24,
-        kept=Kept(split, whole - joined, joined),
-        kept_selective=Kept(few, s * h * r, joined),
+        kept=Kept(split, whole - 2 * s * h * w, joined),
+        kept_selective=Kept(few, s * h * r, 2 * s * h * w),
         input_bytes=s * h * r,
-        work_bytes=s * (ups * f + h) * w,
+        work_bytes=s * (ups * (f + rows * e) + h) * w,
         width_bytes=s * h * w,
         key_bytes=2 * s * kv * w,
         num_sums=2,

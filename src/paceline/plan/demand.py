@@ -104,7 +104,9 @@ class Demands:
         copies = 0.0
         if costs.copies_weights:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
-        gathered = buffers = 0.0
+        gathered = 0.0
+        # A gradient is made before it is added to.
+        buffers = max(part.most_numbers for part in blocks or parts) / layout.tp * sizes.gradient_bytes
         if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
             # A whole stage, and the next action's if it is of another one (parallel/stages/stage_shards.py).
             stages = layout.num_stages // layout.pp

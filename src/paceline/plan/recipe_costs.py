@@ -133,7 +133,7 @@ def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> 
         return sizes
     return replace(
         sizes,
-        inner=model.expert_hidden or default_ffn_hidden(model.hidden),
+        expert_inner=model.expert_hidden or default_ffn_hidden(model.hidden),
         experts=model.experts,
         per_token=model.experts_per_token,
         shared=model.shared_hidden or 0,
