@@ -157,6 +157,13 @@ def test_beside_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
             thread.join(timeout=60)
         lines = capfd.readouterr().err.splitlines()
         assert [json.loads(line)["lint"]["code"] for line in lines] == codes
+    path.write_text((CORPUS / "pl060_bad_loss_of_each_step.py").read_text())
+    for advice, codes in ((True, ["PL060"]), (False, [])):
+        lint_beside(str(path), as_json=True, one_node=True, advice=advice)
+        for thread in waiting():
+            thread.join(timeout=60)
+        lines = capfd.readouterr().err.splitlines()
+        assert [json.loads(line)["lint"]["code"] for line in lines] == codes
     path.write_text("print(1)\n")
     lint_beside(str(path), as_json=True, one_node=True, advice=False)
     lint_beside(str(tmp_path / "none.py"), as_json=True, one_node=True, advice=False)
