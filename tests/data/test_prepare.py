@@ -27,7 +27,7 @@ def test_no_torch(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text, and a cat\n" * 100)
     script = f"""
 import sys
-from paceline.data import prepare_data, measure_bigram
+from paceline.data import prepare_data
 from paceline.recipe import parse_recipe
 def prepare(model, data):
     prepare_data(parse_recipe({{"model": {{"kind": model}}, "data": data, "train": {{"steps": 1}}}}))

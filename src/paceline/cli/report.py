@@ -62,11 +62,9 @@ def _describe_quality(summary: dict[str, Any]) -> str:
         lines.append(
             f"{'skipped':<18} {summary['skipped']} steps with a loss or gradient that was not finite"
         )
-    unit = " nats per token" if summary["tokens_per_s"] or summary["bigram_loss"] else ""
+    unit = " nats per token" if summary["tokens_per_s"] else ""
     for name, value in (summary["valid"] or {}).items():
         lines.append(f"{'validation ' + name:<18} {value:.4f}{unit if name == 'loss' else ''}")
-    if summary["bigram_loss"] is not None:
-        lines.append(f"{'a bigram model':<18} {summary['bigram_loss']:.4f} nats per token on the same text")
     return "\n".join(lines)
 
 

@@ -9,16 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.data.bigram import measure_bigram
     from paceline.data.prepare import prepare_data
     from paceline.data.task import TaskData, build_data
 
-__all__ = ["TaskData", "build_data", "measure_bigram", "prepare_data"]
+__all__ = ["TaskData", "build_data", "prepare_data"]
 
 _HOMES = {
     "TaskData": "task",
     "build_data": "task",
-    "measure_bigram": "bigram",
     "prepare_data": "prepare",
 }
 

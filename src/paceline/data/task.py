@@ -29,8 +29,6 @@ class TaskData:
         num_classes: number of classes of images.
         image_shape: channels, height and width of images.
         tokenizer: between text and ids: `tokenizer.encode(text)`, `tokenizer.decode(ids)`.
-        train_tokens: the file behind `train`, of text.
-        valid_tokens: the file behind `valid`, of text.
         functions: `loss`, and where they are given `forward` and `metrics`, of data of the user's own.
     """
 
@@ -41,8 +39,6 @@ class TaskData:
     num_classes: int | None = None
     image_shape: tuple[int, int, int] | None = None
     tokenizer: Tokenizer | None = None
-    train_tokens: TokenFile | None = None
-    valid_tokens: TokenFile | None = None
     functions: dict[str, Any] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
@@ -108,8 +104,6 @@ def _build_text(prepared: PreparedText, section: TextData | MaskedTextData, seed
         vocab_size=vocab_size + 1 if masked else vocab_size,
         tokens_per_sample=section.seq_len,
         tokenizer=corpus.tokenizer,
-        train_tokens=corpus.train,
-        valid_tokens=corpus.valid if has_valid else None,
     )
 
 

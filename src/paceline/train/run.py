@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, default_collate
 
-from paceline.data import TaskData, build_data, measure_bigram
+from paceline.data import TaskData, build_data
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.huggingface.factory import Pretrained, from_recipe
@@ -66,7 +66,6 @@ class RunSummary:
         losses: training loss of every step, `None` for skipped ones.
         skipped: number of steps that left the weights unchanged.
         valid: last evaluation by name, or `None` without validation data.
-        bigram_loss: nats per token of a bigram model on the same validation text, for text.
         step_s: median seconds per step of this start, without its first three steps (warm-up).
         samples_per_s: samples per second from that median.
         tokens_per_s: the same for tokens, for text.
@@ -87,7 +86,6 @@ class RunSummary:
     losses: list[float | None]
     skipped: int
     valid: dict[str, float] | None
-    bigram_loss: float | None
     step_s: float | None
     samples_per_s: float | None
     tokens_per_s: float | None
@@ -328,7 +326,6 @@ class _RecipeRun:
             losses=[row.get("loss") for row in rows],
             skipped=sum(row.get("skipped") is not None for row in rows),
             valid=self._valid,
-            bigram_loss=self._measure_bigram(),
             step_s=step_s,
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
@@ -373,19 +370,6 @@ class _RecipeRun:
             self._has_stopped_early = self._is_stale(self._trainer.keep_best(evaluation.loss))
         if self._reporter is not None:
             self._reporter.evaluation(self._trainer.step_number, evaluation)
-
-    def _measure_bigram(self) -> float | None:
-        data, section = self._data, self._recipe.data
-        if section.kind != "text" or data.train_tokens is None or data.valid_tokens is None:
-            return None
-        assert data.vocab_size is not None
-        return measure_bigram(
-            data.train_tokens,
-            data.valid_tokens,
-            vocab_size=data.vocab_size,
-            seq_len=section.seq_len,
-            num_samples=self._recipe.train.eval_samples,
-        )
 
     def _write_sample(self, model: nn.Module) -> str | None:
         if not isinstance(model, Decoder):
