@@ -84,7 +84,6 @@ class World:
         groups: the groups made so far, by their ranks. Trainers of one world share them, because every group
             has its own threads, which wake up until the process ends.
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
-        has_failed: whether it was closed by an error.
         error: by which it is being closed.
         store: of all ranks; `None` over a process group that the caller made.
     """
@@ -104,7 +103,6 @@ class World:
     threads_per_rank: int | Literal["auto"] = "auto"
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
-    has_failed: bool = False
     error: BaseException | None = None
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     store: Store | None = field(default=None, repr=False)
@@ -199,7 +197,7 @@ class World:
     def _close(self, *, failed: bool, error: BaseException | None = None) -> None:
         if self._closed:
             return
-        self._closed, self.has_failed, self.error = True, failed, error
+        self._closed, self.error = True, error
         try:
             if self._owns_group and dist.is_initialized():
                 if failed:

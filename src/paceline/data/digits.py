@@ -43,13 +43,9 @@ def load_digits(valid_fraction: float) -> tuple[Digits, Digits | None]:
     with (resources.files("paceline.data") / "digits.npz").open("rb") as stream, np.load(stream) as arrays:
         images: npt.NDArray[Any] = arrays["images"][:, None]
         labels: npt.NDArray[Any] = arrays["labels"]
-    order = _fixed_permutation(len(images))
+    # Philox's raw output is the same in every version of numpy; its shuffles need not be.
+    order = np.argsort(np.random.Philox(key=1998).random_raw(len(images)), kind="stable")
     num_valid = max(1, int(valid_fraction * len(images))) if valid_fraction > 0 else 0
     held_out, rest = order[:num_valid], order[num_valid:]
     valid = Digits(images[held_out], labels[held_out]) if num_valid else None
     return Digits(images[rest], labels[rest]), valid
-
-
-def _fixed_permutation(count: int) -> npt.NDArray[np.int64]:
-    # Philox's raw output is the same in every version of numpy; its shuffles need not be.
-    return np.argsort(np.random.Philox(key=1998).random_raw(count), kind="stable")

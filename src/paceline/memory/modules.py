@@ -158,7 +158,7 @@ class Neighbours:
         if after is None:
             return OUTSIDE
         if before is None:
-            return _parent(after)
+            return after.rpartition(".")[0]
         return self._find_between(before, after)
 
     def _find_between(self, before: str, after: str) -> str:
@@ -174,10 +174,6 @@ class Neighbours:
 
 def _split(name: str) -> list[str]:
     return name.split(".") if name else []
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def find_repeated(names: Iterable[str], models: Models) -> tuple[str, int]:

@@ -123,7 +123,8 @@ def plan_memory(
     if sizes.exact:
         sends_rows = layout.count_turns(is_exact=True) > 1
         kept = padded // num_shards if sends_rows else apart
-        aside = _count_aside(sizes.num_microbatches) * kept * sizes.gradient_bytes
+        # A tree has added up pairs, as a binary counter carries (`comm/tree.py`).
+        aside = (sizes.num_microbatches - 1).bit_count() * kept * sizes.gradient_bytes
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
         offloaded = shards + optimizer + gradients if layout.offload != "none" else 0
@@ -207,11 +208,3 @@ def count_padded(shape: Iterable[int], num_shards: int) -> int:
 def count_own(shape: Iterable[int], num_shards: int) -> int:
     """Return the size of a parameter's first shard, the largest."""
     return count_padded(shape, num_shards) // num_shards
-
-
-def _count_aside(num_microbatches: int) -> int:
-    """Return the number of gradients set aside before a rank's last microbatch.
-
-    A tree has added up pairs, as a binary counter carries (`comm/tree.py`). For the first rank, whose block
-    begins at microbatch 0."""
-    return (num_microbatches - 1).bit_count()

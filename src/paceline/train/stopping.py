@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -69,7 +68,7 @@ class StopRequests:
         for signum in _SIGNALS:
             handler = signal.getsignal(signum)
             is_free = handler in (signal.SIG_DFL, signal.default_int_handler) and not _is_caught_in_c(signum)
-            if is_free or _is_torchelastic(handler):
+            if is_free or "torch.distributed.elastic" in getattr(handler, "__module__", ""):
                 self._previous[signum] = handler
                 signal.signal(signum, self._note)
 
@@ -156,7 +155,3 @@ def _is_caught_in_c(signum: int) -> bool:
         masks = dict(line.split(":", 1) for line in file)
         return bool(int(masks["SigCgt"], 16) >> (signum - 1) & 1)
     return False
-
-
-def _is_torchelastic(handler: Callable[..., Any] | int | None) -> bool:
-    return "torch.distributed.elastic" in getattr(handler, "__module__", "")

@@ -180,7 +180,7 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
         return [value if shape is None else None for shape, value, _ in flat]
     sizes = [sum(shape.numel() * dtype.itemsize for shape, dtype, _ in records) for records in described]
     # One for all ranks, also those without a leaf; NCCL sends from the device alone.
-    device = torch.device("cuda" if _on_cuda(dp) else flat[0][2])
+    device = torch.device("cuda" if "nccl" in dist.get_backend(dp.group) else flat[0][2])
     sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     start = 0
     for tensor in own:
@@ -198,10 +198,6 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
             found.append(data[start:stop].clone().view(dtype).reshape(shape).to(home))
             start = stop
     return found
-
-
-def _on_cuda(dp: Axis) -> bool:
-    return "nccl" in dist.get_backend(dp.group)
 
 
 def _join(values: list[Any], counts: Sequence[int], what: str) -> tuple[Any, bool]:

@@ -141,7 +141,7 @@ def gradient_of_a_microbatch_lost() -> Iterator[None]:
     right = Shards.backward
 
     def backward(self: Shards, loss: Tensor) -> float:
-        return right(self, loss * 0.0 if self._rounds.index == 2 else loss)
+        return right(self, loss * 0.0 if self._progress.index == 2 else loss)
 
     with mock.patch.object(Shards, "backward", backward):
         yield
@@ -153,7 +153,7 @@ def idle_round_counted() -> Iterator[None]:
     right = Shards.backward
 
     def backward(self: Shards, loss: Tensor) -> float:
-        self._rounds.index = -1 if self._rounds.index is None else self._rounds.index
+        self._progress.index = -1 if self._progress.index is None else self._progress.index
         return right(self, loss)
 
     with mock.patch.object(Shards, "backward", backward):

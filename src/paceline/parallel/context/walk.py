@@ -376,7 +376,7 @@ class Walk:
             else:
                 kind, dim = "take_heads", 1
                 self.taken |= self._made(inside)
-                is_summed = self._needs_gradient(takes)
+                is_summed = bool(self._uses.learned.get(takes)) and takes in self._uses.computed
             self.heads[gives] = boundary.split
         self.plan.crossings.append(
             Crossing(
@@ -481,9 +481,6 @@ class Walk:
             for tensor in self.trace.ops[at].inputs:
                 if tensor not in self._uses.computed:
                     self._mark_partial(self._uses.learned.get(tensor, frozenset()))
-
-    def _needs_gradient(self, tensor: int) -> bool:
-        return bool(self._uses.learned.get(tensor)) and tensor in self._uses.computed
 
     # ---- checks of the whole
 

@@ -102,7 +102,7 @@ class GatherChunks(AllGather):
     """The all-gather of one group's parameters.
 
     Args:
-        rounds: of this model.
+        progress: of this model.
         number: of the group.
         on_cpu: whether the model is on the CPU. Then the gather always runs asynchronously, so that a
             prefetched one overlaps with compute; fully_shard waits for it before the parameters are used.
@@ -110,8 +110,8 @@ class GatherChunks(AllGather):
     Communication: (n-1)/n times the group's bytes, received by every rank of dp_shard.
     """
 
-    def __init__(self, rounds: StepProgress, number: int, on_cpu: bool) -> None:
-        self._rounds = rounds
+    def __init__(self, progress: StepProgress, number: int, on_cpu: bool) -> None:
+        self._progress = progress
         self._number = number
         self._on_cpu = on_cpu
 
@@ -121,30 +121,30 @@ class GatherChunks(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if self._rounds.silent:
+        if self._progress.silent:
             # Numbers of the right size, for timing: this rank's own, in place of every rank's.
             rows = output_tensor.view(group.size(), -1)
             for number, row in enumerate(rows):
                 if number != group.rank():
                     row.copy_(input_tensor)
             return None
-        self._rounds.note(2 * self._number)
+        self._progress.note(2 * self._number)
         work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._on_cpu)
-        return _TimedWork(work, self._rounds) if self._on_cpu else work
+        return _TimedWork(work, self._progress) if self._on_cpu else work
 
 
 class _TimedWork(dist.Work):
     """A collective in progress on the CPU; the time that a rank waits for it is counted."""
 
-    def __init__(self, work: dist.Work, rounds: StepProgress) -> None:
+    def __init__(self, work: dist.Work, progress: StepProgress) -> None:
         super().__init__()
         self._work = work
-        self._rounds = rounds
+        self._progress = progress
 
     def wait(self, *args: Any) -> bool:
         started_s = time.perf_counter()
         done = self._work.wait(*args)
-        self._rounds.waited_s += time.perf_counter() - started_s
+        self._progress.waited_s += time.perf_counter() - started_s
         return done
 
 
@@ -152,7 +152,7 @@ class ChunkSum(ReduceScatter):
     """The sum of one group's gradients over all ranks of dp.
 
     Args:
-        rounds: of this model.
+        progress: of this model.
         number: of the group.
         ranks: sums over the ranks of dp.
 
@@ -164,9 +164,9 @@ class ChunkSum(ReduceScatter):
     last one an exchange of 1/n of them, see `comm/tree_exchange.py`.
     """
 
-    def __init__(self, rounds: StepProgress, number: int, ranks: RankSum) -> None:
+    def __init__(self, progress: StepProgress, number: int, ranks: RankSum) -> None:
         self.is_complete = False
-        self._rounds = rounds
+        self._progress = progress
         self._number = number
         self._ranks = ranks
         self._sum = GradientSum(ranks, list_present)
@@ -176,8 +176,8 @@ class ChunkSum(ReduceScatter):
     def begin(self) -> None:
         """Start a step."""
         self.is_complete, self._partial = False, None
-        self._sum.begin(self._rounds.num_owned, self._rounds.turns)
-        self._rows = TreeSum(sum(self._rounds.num_owned), Tensor.add_)
+        self._sum.begin(self._progress.num_owned, self._progress.turns)
+        self._rows = TreeSum(sum(self._progress.num_owned), Tensor.add_)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -190,55 +190,55 @@ class ChunkSum(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rounds, is_exact = self._rounds, self._ranks.is_exact
-        self.is_complete = rounds.is_last
-        rounds.apply_scale(input_tensor)
+        progress, is_exact = self._progress, self._ranks.is_exact
+        self.is_complete = progress.is_last
+        progress.apply_scale(input_tensor)
         if self._ranks.sends_rows:
             started_s = time.perf_counter()
             self._send_rows(input_tensor, output_tensor)
-            rounds.waited_s += time.perf_counter() - started_s
+            progress.waited_s += time.perf_counter() - started_s
             return
-        if is_exact and rounds.index is not None:
+        if is_exact and progress.index is not None:
             # fully_shard drops the vector after the call, and nothing else is written into it.
-            self._sum.add(rounds.index, [input_tensor])
-        if is_exact and not rounds.is_last:
+            self._sum.add(progress.index, [input_tensor])
+        if is_exact and not progress.is_last:
             output_tensor.copy_(nothing_like(output_tensor))
-        elif rounds.silent:
+        elif progress.silent:
             self._sum.take()
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         else:
-            rounds.note(2 * self._number + 1)
+            progress.note(2 * self._number + 1)
             started_s = time.perf_counter()
             if not is_exact:
                 self._sum_now(input_tensor, output_tensor)
-            elif sum(rounds.num_owned):
+            elif sum(progress.num_owned):
                 [row] = self._sum.finish([input_tensor])
                 output_tensor.copy_(row)
                 keep_for_stream(row)
             else:
                 output_tensor.zero_()
-            rounds.waited_s += time.perf_counter() - started_s
+            progress.waited_s += time.perf_counter() - started_s
 
     def _send_rows(self, vector: Tensor, chunk: Tensor) -> None:
         """Add this rank's chunk of the round's vectors; return the sum in the last round."""
-        rounds, ranks = self._rounds, self._ranks
-        if rounds.silent:
+        progress, ranks = self._progress, self._ranks
+        if progress.silent:
             chunk.copy_(vector.view(ranks.num_shards, -1)[ranks.shard])
             return
-        rounds.note(2 * self._number + 1)
+        progress.note(2 * self._number + 1)
         first = ranks.rank - ranks.rank % ranks.num_shards
-        leaves = rounds.list_leaves(range(first, first + ranks.num_shards))
+        leaves = progress.list_leaves(range(first, first + ranks.num_shards))
         arrived = ranks.send_rows(vector)
         for leaf, row in zip(leaves, arrived, strict=True):
             if leaf is not None:
                 self._rows.push((leaf, leaf + 1), row)
-        if not rounds.is_last:
+        if not progress.is_last:
             self._rows.replace(_copy_out)
             chunk.copy_(nothing_like(chunk))
             return
         rows, self._rows = [row for _, row in self._rows.subtrees], TreeSum(0, Tensor.add_)
-        if sum(rounds.num_owned):
-            ranks.join_subtrees(rows, rounds.num_owned, chunk)
+        if sum(progress.num_owned):
+            ranks.join_subtrees(rows, progress.num_owned, chunk)
         else:
             chunk.zero_()
 
@@ -252,7 +252,7 @@ class ChunkSum(ReduceScatter):
             chunk.add_(self._partial)
             keep_for_stream(self._partial)
             self._partial = None
-        if self._rounds.is_last:
+        if self._progress.is_last:
             self._ranks.join(chunk)
             return
         self._partial = chunk.clone()

@@ -27,17 +27,17 @@ class WholeParameters:
 
     Args:
         model: sharded; these are its parameters that are no DTensors.
-        rounds: of this model.
+        progress: of this model.
         ranks: sums over the ranks of dp.
         apart: full names of parameters whose gradients are summed elsewhere.
     """
 
     def __init__(
-        self, model: nn.Module, rounds: StepProgress, ranks: RankSum, apart: Collection[str] = ()
+        self, model: nn.Module, progress: StepProgress, ranks: RankSum, apart: Collection[str] = ()
     ) -> None:
         self._model = model
         self._apart = apart
-        self._rounds = rounds
+        self._progress = progress
         self._any = bool(self._list())
         self._trained: list[nn.Parameter] = []
         self._sum = GradientSum(ranks, self._pack)
@@ -58,7 +58,7 @@ class WholeParameters:
         check_hooks(named)
         self._trained = [parameter for _, parameter in named]
         self._reached = set()
-        self._sum.begin(self._rounds.num_owned, self._rounds.turns)
+        self._sum.begin(self._progress.num_owned, self._progress.turns)
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class WholeParameters:
 
         In an idle round the parameters need no gradient, so that none is counted and no hook of a user runs.
         """
-        idle = self._trained if self._rounds.index is None else []
+        idle = self._trained if self._progress.index is None else []
         for parameter in idle:
             parameter.requires_grad_(False)
         try:
@@ -80,17 +80,17 @@ class WholeParameters:
         """Keep the gradients of a round's backward; in the last round sum them over ranks."""
         if not self._trained:
             return
-        if self._rounds.index is not None:
+        if self._progress.index is not None:
             found = [p for p in self._trained if p.grad is not None]
             self._reached |= set(map(id, found))
             for parameter in found:
                 assert parameter.grad is not None
-                self._rounds.apply_scale(parameter.grad)
-            self._sum.add(self._rounds.index, take_gradients(self._trained))
-        if not self._rounds.is_last:
+                self._progress.apply_scale(parameter.grad)
+            self._sum.add(self._progress.index, take_gradients(self._trained))
+        if not self._progress.is_last:
             return
         empty: Gradients = [None] * len(self._trained)
-        if self._rounds.silent or not sum(self._rounds.num_owned):
+        if self._progress.silent or not sum(self._progress.num_owned):
             values = [gradients for gradients in self._sum.take() if gradients is not None]
             totals = self._pack(values[-1] if values else empty)
         else:

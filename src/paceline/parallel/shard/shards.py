@@ -115,7 +115,7 @@ class Shards:
         self._sums_once = zero == 1 and not self._is_exact
         self._keeps_parameters = zero < 3
         self._model = model
-        self._rounds = StepProgress()
+        self._progress = StepProgress()
         self._is_in_round = False
         self.units = apply_sharding(model, mesh.shard_mesh, settings, zero=zero, offload=offload, apart=apart)
         on_cpu = mesh.device.type == "cpu"
@@ -127,17 +127,17 @@ class Shards:
             replicas=mesh.replicas,
             sends_rows=self._is_exact and mesh.layout.count_turns(is_exact=True) > 1,
         )
-        self._chunks = [ChunkSum(self._rounds, number, ranks) for number in range(len(self.units))]
+        self._chunks = [ChunkSum(self._progress, number, ranks) for number in range(len(self.units))]
         for number, (unit, chunks) in enumerate(zip(self.units, self._chunks, strict=True)):
-            unit.module.set_custom_all_gather(GatherChunks(self._rounds, number, on_cpu))
+            unit.module.set_custom_all_gather(GatherChunks(self._progress, number, on_cpu))
             unit.module.set_custom_reduce_scatter(chunks)
         ranks = RankSum(exact_group, mesh.device, is_exact=self._is_exact, replicas=mesh.dp)
-        self._whole = WholeParameters(model, self._rounds, ranks, apart)
+        self._whole = WholeParameters(model, self._progress, ranks, apart)
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
         held = HeldUnits(unit.module for unit in self.units if unit.is_table)
         self._marks = Marks(root, blocks, mesh.device.type, held)
-        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks, held)
+        self._skipped = Skipped(model, self.units, self._progress, settings.prefetch, self._marks, held)
         self._reads: Reads | None = None  # of the first step
         self._num_steps = 0
         # Runs after torch's own hook, which gathers the model's own parameters and at first reads all.
@@ -159,12 +159,12 @@ class Shards:
     @property
     def num_rounds(self) -> int:
         """The number of rounds of this step: the largest number of microbatches that a rank owns."""
-        return self._rounds.num_rounds
+        return self._progress.num_rounds
 
     @property
     def silent(self) -> bool:
         """Whether nothing is sent at the moment."""
-        return self._rounds.silent
+        return self._progress.silent
 
     @property
     def signature(self) -> int:
@@ -173,7 +173,7 @@ class Shards:
         It is equal on all ranks unless they ran different modules, and so used one another's data: then the
         sums are wrong, though nothing failed. The agreement of each step compares it.
         """
-        return self._rounds.signature
+        return self._progress.signature
 
     def begin(self, num_owned: tuple[int, ...], turns: int = 1) -> None:
         """Start a global batch.
@@ -194,7 +194,7 @@ class Shards:
             self._reads.end()
             self._reads = None
         self._num_steps += 1
-        self._rounds.begin(num_owned, turns)
+        self._progress.begin(num_owned, turns)
         self._skipped.begin()
         for chunks in self._chunks:
             chunks.begin()
@@ -208,8 +208,8 @@ class Shards:
             sync: whether it is the step's last round.
             index: number within the global batch of this rank's microbatch; `None` for an idle round.
         """
-        self._rounds.index, self._rounds.is_last = index, sync
-        self._rounds.number += 1
+        self._progress.index, self._progress.is_last = index, sync
+        self._progress.number += 1
         self._skipped.begin_round()
         if self._reads is not None:
             self._reads.begin_round()
@@ -232,11 +232,11 @@ class Shards:
         Instead of a gather, this rank's own shards are copied as often as the other ranks' would be. A sum
         over ranks is this rank's own gradient. Set it between steps only.
         """
-        self._rounds.silent = True
+        self._progress.silent = True
         try:
             yield
         finally:
-            self._rounds.silent = False
+            self._progress.silent = False
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -262,11 +262,11 @@ class Shards:
         where the host does not wait.
         """
         loss = self.tie_loss(loss)
-        if self._rounds.index is not None:
+        if self._progress.index is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         elif loss.requires_grad:
             (loss * 0.0).backward()  # type: ignore[no-untyped-call]
-        waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
+        waited_s, self._progress.waited_s = self._progress.waited_s, 0.0
         return 0.0 if loss.is_cuda else waited_s
 
     def tie_loss(self, loss: Tensor) -> Tensor:
@@ -276,11 +276,11 @@ class Shards:
     @property
     def scale(self) -> float:
         """The factor of a round's gradients that is applied before they are summed; 0 drops them."""
-        return self._rounds.scale
+        return self._progress.scale
 
     @scale.setter
     def scale(self, value: float) -> None:
-        self._rounds.scale = value
+        self._progress.scale = value
 
     def check_reduced(self) -> None:
         """Raise unless every gradient was summed; called after the last round.

@@ -47,7 +47,7 @@ class Skipped:
     Args:
         model: sharded.
         units: its blocks, and the model last.
-        rounds: of this model.
+        progress: of this model.
         ahead: number of blocks that are gathered ahead.
         marks: of this model.
         held: its units that are gathered as long as the model itself; these are left out here.
@@ -60,13 +60,13 @@ class Skipped:
         self,
         model: nn.Module,
         units: list[Unit],
-        rounds: StepProgress,
+        progress: StepProgress,
         ahead: int,
         marks: Marks,
         held: HeldUnits,
     ) -> None:
         self.used: set[int] = set()
-        self._rounds = rounds
+        self._progress = progress
         self._units = units
         self._ahead = ahead
         self._marks = marks
@@ -142,7 +142,7 @@ class Skipped:
 
     def _compare(self, number: int) -> None:
         """Raise if another rank gathers another block now; in the first step only."""
-        if self._is_settled or self._rounds.silent:
+        if self._is_settled or self._progress.silent:
             return
         other = self._notes.compare(number)
         if other == number:
@@ -182,7 +182,7 @@ class Skipped:
             """Add zero gradients for the parameters that backward has not reached."""
             trained = [(record, gathered(record)) for record in records if record.sharded_param.requires_grad]
             reached = [record for record, whole in trained if whole is not None and whole.grad is not None]
-            if self._rounds.index is not None:
+            if self._progress.index is not None:
                 self.used |= {id(record.sharded_param) for record in reached}
             if not self._has_ended:
                 # torch repeats the prefetch for every output of the model that gets its gradient later, which

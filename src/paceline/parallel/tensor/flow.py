@@ -356,10 +356,6 @@ def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
     return is_torchs and forward is kind.forward and "forward" not in module.__dict__
 
 
-def _share_list(one: str, other: str) -> bool:
-    return one.rpartition(".")[0] == other.rpartition(".")[0]
-
-
 def find_runs(calls: Iterable[ModuleCall]) -> list[list[ModuleCall]]:
     """Return the runs of consecutive blocks in which each takes the output of the one before.
 
@@ -369,7 +365,7 @@ def find_runs(calls: Iterable[ModuleCall]) -> list[list[ModuleCall]]:
     for call in calls:
         last = runs[-1][-1] if runs else None
         taken = list(call.inputs.values())
-        if last is not None and not _share_list(last.module, call.module):
+        if last is not None and last.module.rpartition(".")[0] != call.module.rpartition(".")[0]:
             taken = taken[:1]
         if last is not None and last.outputs and last.outputs[0] in taken:
             runs[-1].append(call)
