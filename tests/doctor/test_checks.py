@@ -155,12 +155,35 @@ def test_cores_memory_and_quota(tmp_path: Path) -> None:
     assert "2 ranks with 64 threads each" in found(checks.cores, threads)
 
 
+@pytest.mark.parametrize(
+    ("command", "is_job"),
+    [
+        ("/usr/bin/python3\0/usr/bin/torchrun\0--nproc-per-node\x008\0train.py", True),
+        ("python\0-m\0torch.distributed.run\0train.py", True),
+        ("/venv/bin/python\0-u\0-m\0paceline\0train\0recipe.toml", True),
+        ("accelerate\0launch\0train.py", True),
+        ("grep\0torchrun", False),
+        ("python\0-m\0paceline\0doctor", False),
+        ("mpirun\0-np\x002\0paceline\0doctor\0--json", False),
+        ("paceline\0plan\0recipe.toml", False),
+    ],
+)
+def test_a_running_job_is_named_and_is_no_finding(tmp_path: Path, command: str, is_job: bool) -> None:
+    root = tree(tmp_path, {"proc/17/cmdline": command, "proc/meminfo": ""})
+    checked: Checked = checks.cores.check(Machine(root=root, environ={}, num_ranks=1))
+    assert ("a job runs here (process 17: " in checked.note) is is_job
+    assert "/usr" not in checked.note, "the interpreter says nothing"
+    assert checked.findings == []
+
+
 def test_variables(tmp_path: Path) -> None:
     environ = {"NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1", "RANK": "0", "WORLD_SIZE": "2"}
     text = found(checks.leftovers, Machine(root=tmp_path, environ=environ))
     for expected in ("TORCH_NCCL_BLOCKING_WAIT", "host waits for every kernel", "unset RANK WORLD_SIZE"):
         assert expected in text
     assert "unset RANK" not in found(checks.leftovers, Machine(environ=environ | {"SLURM_JOB_ID": "7"}))
+    proxy = Machine(environ={"https_proxy": "http://me:secret@proxy:3128", "EDITOR": "vi"})
+    assert checks.leftovers.check(proxy).facts == {"$https_proxy": "http://proxy:3128"}
     bad = Machine(environ={"GLOO_SOCKET_IFNAME": "eth77", "NCCL_SOCKET_IFNAME": "^lo"})
     assert "no interface is called eth77" in found(checks.interfaces, bad)
     assert found(checks.interfaces, Machine(environ={"NCCL_SOCKET_IFNAME": "=lo"})) == ""
@@ -185,8 +208,15 @@ def test_a_name_that_leads_nowhere_or_elsewhere(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert "does not resolve" in found(checks.names, Machine())
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("203.0.113.9", 0))])
+    asked = []
+    monkeypatch.setattr(socket, "gethostname", lambda: "узел-1")
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, *_, **__: asked.append(name) or [(2, 1, 6, "", ("203.0.113.9", 0))],
+    )
     assert "no address of this machine" in found(checks.names, Machine())
+    assert asked[0] == "узел-1".encode(), "with IDNA, /etc/hosts would not have it"
 
 
 def test_disk_shared_memory_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from paceline.cli.doctor import _list_bad
 from paceline.doctor.cluster.coordinator import Survey, pair_up
 from paceline.doctor.cluster.judge import judge
 
@@ -90,6 +91,8 @@ def test_nodes_that_cannot_be_reached() -> None:
     assert "n1 to n2: from n1, n2 (10.0.0.3) cannot be reached (timed out)" in one(found)
     found.unreachable |= {(i, 2): {"stage": "connect", "error": "timed out"} for i in (0, 3)}
     assert "n2: from all other nodes, it cannot be reached" in one(found)
+    found.unreachable = {link: {"stage": "connect", "error": "timed out"} for link in found.rates}
+    assert one(found).startswith("n0, n1, n2 and n3: from each node, every other one cannot be reached")
     found = survey(3)
     found.unreachable[0, 1] = {"stage": "connect", "error": "Connection refused"}
     assert "a firewall that rejects" in one(found)
@@ -122,6 +125,26 @@ def test_a_name_that_stands_for_loopback() -> None:
     assert judge(found) == []
 
 
+def test_an_announced_address_that_others_do_not_reach() -> None:
+    found = survey(3)
+    found.checked[1]["announced"] = "192.168.9.1", "GLOO_SOCKET_IFNAME=eth1"
+    assert judge(found) == []
+    found.misled[0, 1] = {"stage": "connect", "error": "timed out"}
+    assert one(found).startswith("n1: gloo would announce 192.168.9.1 there (GLOO_SOCKET_IFNAME=eth1), and")
+    found.unreachable[0, 1] = {"stage": "connect", "error": "timed out"}
+    assert "cannot be reached" in one(found), "it says nothing about the address then"
+
+
+def test_a_finding_on_node_10_is_not_one_on_node_1_and_many_nodes_are_all_named() -> None:
+    found = survey(12)
+    found.checked[10]["checked"][0]["facts"]["torch"] = "2.11"
+    assert _list_bad(found, judge(found)) == ["n10"]
+    found.without_folder = [1, 2, 3, 4, 5]
+    assert _list_bad(found, judge(found)) == ["n1", "n2", "n3", "n4", "n5", "n10"]
+    found.rates[7, 8] = 1e7
+    assert _list_bad(found, judge(found))[5:] == ["n7", "n8", "n10"]
+
+
 def test_what_is_not_the_same_everywhere() -> None:
     found = survey(3)
     found.checked[2]["checked"][0]["facts"]["torch"] = "2.11"
@@ -129,6 +152,11 @@ def test_what_is_not_the_same_everywhere() -> None:
     found = survey(3)
     found.checked[0]["facts"]["$NCCL_ALGO"] = "Ring"
     assert "n0: NCCL_ALGO: n0 has Ring; the others have none" in one(found)
+    found = survey(3)
+    for number, reply in found.checked.items():
+        for name in ("CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "TORCH_HOME", "TORCH_EXTENSIONS_DIR"):
+            reply["facts"][f"${name}"] = f"/scratch/{number}"
+    assert judge(found) == []
 
 
 def test_a_slow_node_and_a_clock() -> None:

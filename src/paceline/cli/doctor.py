@@ -241,15 +241,15 @@ def _lead(
         say(f"waiting for {args.nnodes} nodes at {host} port {port}")
         nodes = meet(listener, args.nnodes, args.rdzv_id, args.join_timeout)
     surveyor = Surveyor(nodes, args.nnodes)
-    findings: list[Finding] = []
     try:
         if len(nodes) < 2 <= args.nnodes:
             raise refuse_alone(args.nnodes, args.join_timeout, surveyor.survey.names)
         folder = "" if args.folder is None else str(args.folder.absolute())
         survey = surveyor.run(folder, with_collectives=not args.no_collectives, say=say)
         findings = [*_list_own(survey), *judge(survey)]
-    finally:
         surveyor.end(findings=len(findings), first=socket.gethostname())
+    finally:
+        surveyor.close()
     if args.nodelist is not None:
         _write_nodelist(args.nodelist, survey, findings)
     if args.json:
@@ -273,7 +273,8 @@ def _list_own(survey: Survey) -> Iterator[Finding]:
 
 def _describe_machine(checked: list[Checked]) -> str:
     rows = [f"  {result.name:<13} {_mark(len(result.findings))}  {result.said}" for result in checked]
-    return "\n".join([f"{socket.gethostname()}, this machine", *rows])
+    notes = [f"  {result.note}" for result in checked if result.note]
+    return "\n".join([f"{socket.gethostname()}, this machine", *rows, *notes])
 
 
 def _mark(num_findings: int) -> str:
@@ -290,12 +291,17 @@ def _describe_cluster(survey: Survey, findings: list[Finding]) -> str:
         rates = survey.speeds.get(i, {})
         speed = f"{rates['matrix product'] / 1e9:6.1f} GFLOP/s" if "matrix product" in rates else ""
         offset = f"clock {survey.offsets_s[i][0][0]:+.3f} s" if i in survey.offsets_s else ""
-        bad = sum(name in finding.where for finding in findings)
+        bad = name in _list_bad(survey, findings)
         lines.append(f"  {name:<{width}}  {_mark(bad)}  {survey.addresses[i]:<15} {speed:>15}  {offset}")
+        notes = [each.get("note") for each in survey.checked.get(i, {}).get("checked", ())]
+        lines += [f"  {name:<{width}}      {note}" for note in notes if note]
     if are_busy(survey.speeds):
         lines.append("  Most nodes shared their cores with other work, so their speeds were not compared.")
     if survey.rates or survey.unreachable:
-        lines += ["", f"{'Mbit/s':<{width}}  to " + "".join(f"{name[-9:]:>10}" for name in names)]
+        lines += [
+            "",
+            f"{'Mbit/s':<{width}}  to " + "".join(f"{name.partition('.')[0][-9:]:>10}" for name in names),
+        ]
         for i, name in enumerate(names):
             cells = [_describe_cell(survey, i, j) for j in range(len(names))]
             lines.append(f"{name:<{width}}     " + "".join(f"{cell:>10}" for cell in cells))
@@ -326,8 +332,14 @@ def _print_findings(findings: list[Finding]) -> None:
         print(f"  {finding}")
 
 
+def _list_bad(survey: Survey, findings: list[Finding]) -> list[str]:
+    """Return the nodes that some finding names; node1 is not named by a finding on node10."""
+    named = {word.strip(",:") for finding in findings for word in finding.where.split()}
+    return [name for name in survey.names if name in named]
+
+
 def _write_nodelist(path: Path, survey: Survey, findings: list[Finding]) -> None:
-    bad = [name for name in survey.names if any(name in finding.where for finding in findings)]
+    bad = _list_bad(survey, findings)
     good = [name for name in survey.names if name not in bad]
     for target, names in ((path, good), (path.with_name(path.name + ".failed"), bad)):
         target.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")

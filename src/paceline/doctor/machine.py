@@ -71,6 +71,7 @@ class Checked:
         said: a line for people: what was seen.
         findings: what should be changed before training.
         facts: values by name that should be the same on all nodes of a job.
+        note: what people should know who read the measurements.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Checked:
     said: str = ""
     findings: list[Finding] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
 
     def find(self, saw: str, rule: str, fix: str) -> None:
         """Add a finding."""

@@ -7,6 +7,7 @@ the host's name stands for, else the loopback's. A rank that announces a loopbac
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,10 +30,10 @@ def describe_meeting(host: str, port: int, environ: Mapping[str, str]) -> str:
     name = socket.gethostname()
     reached, is_good = (f"{name}: ", True) if not host else _try_path(name, host, port)
     address, why = find_announced(environ)
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    link = "" if not host else (", but " if is_good and is_loopback else "; ")
+    is_wrong = is_loopback(address)
+    link = "" if not host else (", but " if is_good and is_wrong else "; ")
     text = f"{reached}{link}gloo would announce {address} here ({why})"
-    if not is_loopback or (is_good and host and _is_loopback(host)):
+    if not is_wrong or (is_good and host and is_loopback(host)):
         return f"{text}."
     return (
         f"{text}, at which other nodes reach themselves. Write the node's address beside its name in "
@@ -51,11 +52,17 @@ def find_announced(environ: Mapping[str, str]) -> tuple[str, str]:
     own = {entry.address.partition("%")[0] for entries in interfaces.values() for entry in entries}
     name = socket.gethostname()
     with suppress(OSError, UnicodeError):
-        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
-        if address in own or ipaddress.ip_address(address).is_loopback:
+        address = look_up(name)
+        if address in own or is_loopback(address):
             return address, f"the name {name} stands for it"
         return _LOOPBACK, f"the name {name} stands for {address}, which is another machine's"
     return _LOOPBACK, f"the name {name} stands for nothing"
+
+
+def look_up(name: str) -> str:
+    """Return the first address of a name, which may have any letters: as gloo does it, without IDNA."""
+    found = socket.getaddrinfo(os.fsencode(name), None, type=socket.SOCK_STREAM)
+    return str(found[0][4][0]).partition("%")[0]
 
 
 def _try_path(name: str, host: str, port: int) -> tuple[str, bool]:
@@ -79,7 +86,8 @@ def _try_path(name: str, host: str, port: int) -> tuple[str, bool]:
     return f"{name} reaches {place} on port {port}", True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or that of a name, is the own machine's on every machine."""
     with suppress(OSError, UnicodeError):
-        return ipaddress.ip_address(str(socket.getaddrinfo(host, None)[0][4][0])).is_loopback
+        return ipaddress.ip_address(look_up(host.partition("%")[0])).is_loopback
     return False

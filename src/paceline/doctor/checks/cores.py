@@ -2,13 +2,22 @@
 
 Reads the cores that the process may use, the quota of its cgroup, OMP_NUM_THREADS. A rank without a core of
 its own waits for others in every collective. A quota below the number of cores is worse: torch starts a
-thread for each core that it sees, and the kernel stops all of them for the rest of each period.
+thread for each core that it sees, and the kernel stops all of them for the rest of each period. A job that
+runs already is no fault, but it shares what is measured, so it is named.
 """
 
 from __future__ import annotations
 
+import re
+
 from paceline.doctor.machine import Checked, Machine, read_number
 from paceline.place import usable_cores
+
+_JOB = re.compile(
+    r"(\S*python\S* (-\S+ )*)?(\S*/)?"
+    r"(?P<job>torchrun|torch\.distributed\.run|paceline (run|train)|accelerate launch|deepspeed|mpirun)\b"
+    r"(?!.* doctor\b)"
+)
 
 
 def check(machine: Machine) -> Checked:
@@ -19,7 +28,7 @@ def check(machine: Machine) -> Checked:
     threads = machine.environ.get("OMP_NUM_THREADS", "")
     asked = ranks * (int(threads) if threads.isdigit() else 1)
     said = f"{cores} usable" + (f", quota {quota:g}" if quota is not None else "")
-    checked = Checked("cores", "PL970", said)
+    checked = Checked("cores", "PL970", said, note=_find_job(machine))
     if quota is not None and quota < 0.9 * cores and not threads:
         checked.find(
             f"the cgroup's quota is {quota:g} cores, and {cores} are visible.",
@@ -36,6 +45,16 @@ def check(machine: Machine) -> Checked:
             + (", or set OMP_NUM_THREADS=1." if asked > ranks else "."),
         )
     return checked
+
+
+def _find_job(machine: Machine) -> str:
+    """Return a sentence on a job that runs here, by the command of its launcher; "" without one."""
+    for number in filter(str.isdigit, machine.list("proc")):
+        command = (machine.read(f"proc/{number}/cmdline") or "").replace("\0", " ")
+        if found := _JOB.match(command):
+            words = command[found.start("job") :][:60].strip()
+            return f"a job runs here (process {number}: {words}) and shares what is measured"
+    return ""
 
 
 def _read_quota(machine: Machine) -> float | None:

@@ -6,6 +6,8 @@ no longer reads do nothing; those for debugging make every step slower.
 
 from __future__ import annotations
 
+import re
+
 from paceline.doctor.machine import Checked, Machine
 
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_", "MASTER_", "UCX_", "TP_")
@@ -30,7 +32,11 @@ _JOBS = ("SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "TORCHELASTIC_RUN_I
 
 def check(machine: Machine) -> Checked:
     """Judge the variables that distributed training reads."""
-    found = {name: value for name, value in sorted(machine.environ.items()) if name.startswith(_PREFIXES)}
+    found = {
+        name: re.sub("//[^/]*@", "//", value)  # a proxy's password
+        for name, value in sorted(machine.environ.items())
+        if name.startswith(_PREFIXES) or re.fullmatch("(?i)(all|https?)_proxy", name)
+    }
     said = f"{len(found)} that training reads" + (f": {', '.join(found)}" if 0 < len(found) <= 4 else "")
     checked = Checked("variables", "PL982", said, facts={f"${name}": each for name, each in found.items()})
     for name, new in _OBSOLETE.items():

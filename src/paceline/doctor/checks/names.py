@@ -6,13 +6,13 @@ rendezvous fails; if it stands for 127.0.1.1 (Debian's default), other nodes are
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 
 import psutil
 
 from paceline.doctor.machine import Checked, Machine
+from paceline.doctor.meeting import is_loopback, look_up
 from paceline.units import format_seconds
 
 _RULE = "gloo and torch's store look up this name to learn the address that they give to the others."
@@ -25,7 +25,7 @@ def check(machine: Machine) -> Checked:
     name, started_s = socket.gethostname(), time.perf_counter()
     checked = Checked("name", "PL976", f"{name} stands for nothing")
     try:
-        address = str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0]).partition("%")[0]
+        address = look_up(name)
     except (OSError, UnicodeError) as error:
         saw = f"{name} does not resolve ({error.strerror if isinstance(error, OSError) else error})."
         checked.find(saw, _RULE, f"Add a line to /etc/hosts: ADDRESS {name}.")
@@ -33,7 +33,7 @@ def check(machine: Machine) -> Checked:
     took_s = time.perf_counter() - started_s
     own = {entry.address.partition("%")[0] for group in psutil.net_if_addrs().values() for entry in group}
     checked.said = f"{name} is {address}"
-    if address not in own and not ipaddress.ip_address(address).is_loopback:
+    if address not in own and not is_loopback(address):
         checked.find(
             f"{name} stands for {address}, which is no address of this machine.",
             _RULE,

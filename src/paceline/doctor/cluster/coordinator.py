@@ -17,6 +17,7 @@ from typing import Any
 from paceline.doctor.cluster.judge import find_slow_links, find_slow_nodes
 from paceline.doctor.cluster.messages import receive, send
 from paceline.doctor.cluster.speed import RAN
+from paceline.doctor.meeting import is_loopback
 from paceline.errors import PacelineError
 
 _HELLO_S = 5.0
@@ -69,6 +70,7 @@ class Survey:
         checked: the nodes' replies to the checks of the machine.
         lost: the stage in which a node fell silent.
         unreachable: (from, to) to the stage and the error.
+        misled: the same for the address that gloo would announce, where it is another one.
         rates, rtts, resent: (from, to) to bytes/s, seconds and a share.
         speeds: by node and kind.
         offsets_s: seconds by which a node's clock is ahead of the first one's, and their bound, at begin and
@@ -84,6 +86,7 @@ class Survey:
     checked: dict[int, dict[str, Any]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     unreachable: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
+    misled: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
     rates: dict[tuple[int, int], float] = field(default_factory=dict)
     rtts: dict[tuple[int, int], float] = field(default_factory=dict)
     resent: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -162,6 +165,10 @@ class Surveyor:
         for node in self._nodes:
             with suppress(OSError):
                 send(node.connection, {"do": "end", **words})
+
+    def close(self) -> None:
+        """Leave the nodes; those without a last message say that this one has ended the check."""
+        for node in self._nodes:
             node.connection.close()
         self._pool.shutdown(wait=False)
 
@@ -195,15 +202,26 @@ class Surveyor:
                 self.survey.offsets_s.setdefault(number, []).append(best)
 
     def _try_reaching(self) -> None:
-        alive = self._alive()
+        survey = self.survey
+        survey.unreachable = self._reach({j: self._place(j) for j in self._alive()})
+        announced = {j: reply.get("announced", ("",))[0] for j, reply in survey.checked.items()}
+        survey.misled = self._reach(
+            {
+                j: [address, self._place(j)[1]]
+                for j, address in announced.items()
+                if address not in ("", survey.addresses[j]) and not is_loopback(address)
+            }
+        )
+
+    def _reach(self, places: Mapping[int, list[Any]]) -> dict[tuple[int, int], dict[str, str]]:
+        """Let each node try the places of the others, and return what failed."""
         commands = {
-            i: {"do": "reach", "peers": {str(j): self._place(j) for j in alive if j != i}} for i in alive
+            i: {"do": "reach", "peers": {str(j): place for j, place in places.items() if j != i}}
+            for i in (self._alive() if places else ())
         }
         # One silent direction costs a node three patient waits; all nodes wait side by side.
-        for i, reply in self._ask_all(_ANSWER_S + 9.0 * len(alive), commands).items():
-            for j, found in reply.items():
-                if found:
-                    self.survey.unreachable[i, int(j)] = found
+        replies = self._ask_all(_ANSWER_S + 9.0 * len(places), commands)
+        return {(i, int(j)): found for i, reply in replies.items() for j, found in reply.items() if found}
 
     def _place(self, number: int) -> list[Any]:
         return [self._nodes[number].address, self.survey.checked.get(number, {}).get("port", 0)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.doctor.cluster.speed import RAN
+from paceline.doctor.meeting import is_loopback
 from paceline.finding import Finding
-from paceline.phrases import join, name_some
+from paceline.phrases import join
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ _FAR, _FAR_S = 5.0, 2e-3
 _RESENT = 0.01
 _CLOCK_S, _DRIFT = 0.5, 1e-3
 _WEAK_ALL_REDUCE = 0.1
-# Differ between nodes by their nature.
-_OWN_FACTS = {"$CUDA_VISIBLE_DEVICES", "$GLOO_SOCKET_IFNAME", "$NCCL_SOCKET_IFNAME"}
+# Variables that differ between nodes by their nature: devices, and folders on disks of their own.
+_OWN_FACT = re.compile(r"\$.*_(DEVICES|IFNAME|HCA|HOME|DIR|PATH|FILE)")
 _WAYS = {
+    "between": "from each node, every other one",
     "of": "in both directions, it",
     "to": "from all other nodes, it",
     "from": "from it, every other node",
@@ -123,20 +125,17 @@ def _judge_names(survey: Survey) -> Iterator[Finding]:
         address = survey.addresses[number]
         known = {found["code"] for each in reply.get("checked", ()) for found in each["findings"]}
         is_known = known & {"PL976", "PL977"}
-        if own and not is_known and _is_loopback(own) and not _is_loopback(address):
+        leads_nowhere = any(link[1] == number for link in survey.misled.keys() - survey.unreachable.keys())
+        if not is_known and (leads_nowhere or (is_loopback(own or address) and not is_loopback(address))):
             yield Finding(
                 "PL976",
                 survey.names[number],
                 saw=f"gloo would announce {own} there ({why}), and others reach it at {address}.",
-                rule="torchrun's ranks would tell others to connect to themselves. `paceline run` chooses "
-                "the interface itself where no variable does.",
+                rule="torchrun's ranks would tell the others to connect there, which leads nowhere or to "
+                "themselves. `paceline run` chooses the interface itself where no variable does.",
                 fix=f"Write {address} beside the name in its /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
                 "interface that has it.",
             )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _judge_reach(survey: Survey) -> Iterator[Finding]:
@@ -188,8 +187,11 @@ def _judge_links(survey: Survey) -> Iterator[Finding]:
 
 
 def _group(survey: Survey, links: list[tuple[int, int]]) -> Iterator[tuple[str, str, list[tuple[int, int]]]]:
-    """Yield a way of `_WAYS`, a node and all of its links; then "", and each link that is left."""
+    """Yield a way of `_WAYS`, nodes and all of their links; then "", and each link that is left."""
     rest, others = list(links), len(survey.names) - 1
+    if len(rest) == others * len(survey.names):
+        yield "between", join(survey.names), rest
+        return
     for number, name in enumerate(survey.names):
         outgoing, incoming = ([link for link in rest if link[end] == number] for end in (0, 1))
         groups = [("from", outgoing), ("to", incoming)]
@@ -270,14 +272,14 @@ def _judge_facts(survey: Survey) -> Iterator[Finding]:
     for key, values in sorted(by_key.items()):
         shown = {number: values.get(number, "none") for number in survey.checked}
         counts = Counter(shown.values())
-        if key in _OWN_FACTS or len(counts) < 2:
+        if _OWN_FACT.fullmatch(key) or len(counts) < 2:
             continue
         usual = counts.most_common(1)[0][0]
         odd = {number: value for number, value in shown.items() if value != usual}
         listed = ", ".join(f"{survey.names[number]} has {value}" for number, value in odd.items())
         yield Finding(
             "PL988",
-            name_some([survey.names[number] for number in odd]),
+            join([survey.names[number] for number in odd]),
             saw=f"{key.removeprefix('$')}: {listed}; the others have {usual}.",
             rule="Ranks of one job must agree on code, versions and settings; where they don't, "
             "collectives differ or "
@@ -300,7 +302,7 @@ def _judge_folder(survey: Survey) -> Iterator[Finding]:
         names = [survey.names[number] for number in survey.without_folder]
         yield Finding(
             "PL990",
-            name_some(names),
+            join(names),
             saw=f"{survey.folder} is not the folder that {survey.names[0]} sees under this name.",
             rule="A checkpoint that one node writes must be found by the others.",
             fix="Mount the common file system there, or leave --folder out: rank 0's disk alone may have "
@@ -323,7 +325,7 @@ def _judge_collectives(survey: Survey) -> Iterator[Finding]:
         where, error = next(iter(errors.items()))
         yield Finding(
             "PL989",
-            name_some(list(errors)),
+            join(list(errors)),
             saw=f"gloo's collectives failed; {where}: {error}.",
             rule="All nodes reach each other by plain connections, so the fault is in torch or its settings.",
             fix="Look at GLOO_SOCKET_IFNAME and at the versions of torch on the nodes.",
