@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.machine import describe_machine
+from machine import describe_machine
+
 from paceline.world import World
 
 

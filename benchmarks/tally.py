@@ -14,8 +14,7 @@ from statistics import stdev
 from typing import Any, Protocol
 
 import torch.distributed as dist
-
-from paceline.bench.machine import describe_machine
+from machine import describe_machine
 
 Table = dict[str, Any]
 

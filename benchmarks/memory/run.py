@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.bench.machine import describe_machine
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.machine import describe_machine
 from benchmarks.torchrun_scripts.memory_group import NoMemoryGroupError, count_kills, enter, memory_group
 from tests.memory.shortages import SHORTAGES
 

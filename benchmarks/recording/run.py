@@ -20,8 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from machine import describe_machine
 
 HERE = Path(__file__).parent
 TRAIN = HERE.parent / "watching" / "train.py"

@@ -26,8 +26,10 @@ from typing import Any
 
 import psutil
 
-from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from machine import describe_machine
 
 HERE = Path(__file__).parent
 NUM_RANKS = 2
