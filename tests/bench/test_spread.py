@@ -33,7 +33,8 @@ def test_interval_covers_the_true_median_as_often_as_it_states() -> None:
 
 
 def test_formats_median_and_interval() -> None:
-    assert f"{Spread.of([1.0, 2.0, 4.0]):.1f}" == "2.0 (1.0 to 4.0)"
+    assert f"{Spread.of([1.0, 2.0, 4.0]):.1f}" == "2.0 (1.0..4.0)"
+    assert f"{Spread.of([2.0]):.1f}" == "2.0"
 
 
 def test_takes_thousands_of_values() -> None:

@@ -53,7 +53,8 @@ class Spread:
         return self.num_values > 1 and self.high > _MOST_WIDE * max(self.low, 0.0)
 
     def __format__(self, spec: str) -> str:
-        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+        median = f"{self.median:{spec}}"
+        return median if self.low == self.high else f"{median} ({self.low:{spec}}..{self.high:{spec}})"
 
 
 def _cover(n: int, outside: int) -> float:

@@ -29,7 +29,7 @@ class Variant:
 
     Attributes:
         step_s: seconds per step, over starts.
-        ratio: step time over that of the first way, in the same round.
+        ratio: time of a sample over that of the first way, in the same round.
         samples_per_s: throughput, over starts; 0 if samples are not known.
         cores: that all processes together used on average.
         peak_bytes: the most resident memory of a process.
@@ -54,7 +54,6 @@ class Variants:
             `starts.describe_job` has them.
         num_steps: per start.
         num_repeats: starts of each way.
-        imbalance: share of compute alone that the average rank has less to compute than the slowest.
     """
 
     ways: dict[str, Variant]
@@ -67,7 +66,6 @@ class Variants:
     num_cores: int
     num_steps: int
     num_repeats: int
-    imbalance: float = 0.0
 
 
 def _measure(starts: Mapping[str, Callable[[], Run]], threads: int, steps: int, repeats: int) -> Variants:
@@ -77,9 +75,12 @@ def _measure(starts: Mapping[str, Callable[[], Run]], threads: int, steps: int, 
         for name in starts if number % 2 == 0 else reversed([*starts]):
             runs[name].append(starts[name]())
     times = {name: [run.step_s()[0] for run in each] for name, each in runs.items()}
-    base = next(iter(times.values()))
+    first_s = [run.step_s()[0] / (run.samples or 1.0) for run in next(iter(runs.values()))]
     return Variants(
-        ways={name: _summarise(each, times[name], base) for name, each in runs.items()},
+        ways={
+            name: _summarise(each, times[name], [s * (each[0].samples or 1.0) for s in first_s])
+            for name, each in runs.items()
+        },
         **describe_job(max((each[0] for each in runs.values()), key=lambda run: len(run.ranks)), threads),
         num_steps=steps,
         num_repeats=repeats,
@@ -99,6 +100,7 @@ def _summarise(runs: Sequence[Run], times: Sequence[float], base: Sequence[float
 
 def _check(job: Measured, num_ranks: int, steps: int, repeats: int) -> int:
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
+    refuse_one_rank(num_ranks)
     check_launch(num_ranks)
     return job.choose_threads(num_ranks)
 
@@ -122,7 +124,6 @@ def measure_overhead(job: Measured, num_ranks: int, *, steps: int = 5, repeats: 
             `all_reduce`, a trainer or a loop.
     """
     threads = _check(job, num_ranks, steps, repeats)
-    refuse_one_rank(num_ranks)
     run = job.run(num_ranks, threads, TimeSettings(NUM_WARM_UP, steps, repeats, (WHOLE, ALONE)))
     times = {mode: run.step_s(mode) for mode in (WHOLE, ALONE)}
     if not times[ALONE] or not all(each.left_out for each in run.ranks):
@@ -133,14 +134,12 @@ def measure_overhead(job: Measured, num_ranks: int, *, steps: int = 5, repeats: 
             "of replicas. Shards must communicate to compute.",
             fix="See `paceline profile` for the exposed share of communication.",
         )
-    average = fmean(fmean(each.block_s[ALONE]) for each in run.ranks)
     ways = {mode: _summarise([run], times[mode], times[WHOLE]) for mode in times}
     return Variants(
         ways=ways,
         **describe_job(run, threads),
         num_steps=steps,
         num_repeats=min(map(len, times.values())),
-        imbalance=1 - average / fmean(times[ALONE]),
     )
 
 
@@ -166,7 +165,6 @@ def measure_buckets(
             ranks that cannot be started.
     """
     threads = _check(job, num_ranks, steps, repeats)
-    refuse_one_rank(num_ranks)
 
     def start(size: float | None) -> Callable[[], Run]:
         return lambda: job.run(num_ranks, threads, TimeSettings(NUM_WARM_UP, steps, 1, bucket_mib=size))
@@ -213,7 +211,6 @@ def measure_dp(job: Measured, num_ranks: int, *, steps: int = 20, repeats: int =
             ranks that cannot be started.
     """
     threads = _check(job, num_ranks, steps, repeats)
-    refuse_one_rank(num_ranks)
 
     def start_threads() -> Run:
         run = job.run(1, threads, TimeSettings(NUM_WARM_UP, steps, 1, threads=num_ranks))

@@ -30,11 +30,11 @@ def describe_scaling(scaling: Scaling) -> str:
         table.append(
             (
                 str(point.num_ranks),
-                _rate(point.samples_per_s),
+                f"{point.samples_per_s:.4g}",
                 f"{point.samples_per_s.median / point.num_ranks:.4g}",
                 format_seconds(point.step_s),
-                _span(point.speedup, ".2f"),
-                _span(point.efficiency, ".0%"),
+                f"{point.speedup:.2f}",
+                f"{point.efficiency:.0%}",
                 *shares,
             )
         )
@@ -52,7 +52,7 @@ def judge_scaling(scaling: Scaling) -> list[str]:
     share = last.efficiency
     is_good, is_poor = share.low >= GOOD_EFFICIENCY, share.high < GOOD_EFFICIENCY
     if share.says_nothing and not is_good and not is_poor:
-        return [_say_nothing(f"efficiency of {_span(share, '.0%')}")]
+        return [_say_nothing(f"efficiency of {share:.0%}")]
     side = "above" if is_good else "below" if is_poor else "around"
     said = (
         f"{last.num_ranks} ranks reach {share.median:.0%} of {last.num_ranks // first.num_ranks} times the "
@@ -109,16 +109,11 @@ def describe_overhead(found: Variants) -> str:
     rows = [
         ("whole step", _milliseconds(whole.step_s), ""),
         ("compute alone", _milliseconds(alone.step_s), "on the slowest rank"),
-        ("share of communication", _span(share, ".1%"), "of the whole step, pair by pair"),
-        (
-            "uneven compute",
-            f"{found.imbalance:.1%}",
-            "less for the average rank than for the slowest",
-        ),
+        ("share of communication", f"{share:.1%}", "of the whole step, pair by pair"),
     ]
     parts = [conditions, format_rows(rows, to_left=True)]
     if ratio.says_nothing:
-        parts.append(_say_nothing(f"a share of {_span(share, '.0%')}"))
+        parts.append(_say_nothing(f"a share of {share:.0%}"))
     return "\n\n".join(parts)
 
 
@@ -129,16 +124,16 @@ def describe_buckets(found: Variants) -> str:
     table = [("bucket", "step", f"of {own} MiB", "")]
     for name, way in sorted(found.ways.items(), key=lambda each: float(each[0])):
         is_whole = float(name) * (1 << 20) >= found.gradient_bytes
-        against = "" if name == own else _span(way.ratio, ".3f")
+        against = "" if name == own else f"{way.ratio:.3f}"
         table.append(
             (f"{name} MiB", _milliseconds(way.step_s), against, "one bucket holds all" if is_whole else "")
         )
     best = min(others, key=lambda name: found.ways[name].ratio.median, default=own)
     ratio = found.ways[best].ratio
     if best != own and ratio.high < 1:
-        verdict = f"best: bucket_cap_mb={best}, {_span(ratio, '.3f')} of {own} MiB"
+        verdict = f"best: bucket_cap_mb={best}, {ratio:.3f} of {own} MiB"
     elif any(found.ways[name].ratio.says_nothing for name in others):
-        verdict = _say_nothing(f"a ratio of {_span(ratio, '.2f')} for {best} MiB")
+        verdict = _say_nothing(f"a ratio of {ratio:.2f} for {best} MiB")
     else:
         verdict = f"no size is faster than {own} MiB beyond the noise"
     return "\n\n".join([conditions, format_rows(table), verdict])
@@ -152,7 +147,7 @@ def describe_dp(found: Variants) -> str:
     table = [("", f"{num} threads, 1 process", f"{num} ranks")]
     for name, way in zip(("threads", "ranks"), (threads, ranks), strict=True):
         columns[name] = [
-            _rate(way.samples_per_s),
+            f"{way.samples_per_s:.4g}",
             _milliseconds(way.step_s),
             f"{way.cores:.1f}",
             format_bytes(way.peak_bytes),
@@ -163,7 +158,7 @@ def describe_dp(found: Variants) -> str:
         ("sent per step by", f"replica 0: {format_bytes(threads.moved_bytes)}", f"each: {format_bytes(ring)}")
     )
     speed = ranks.ratio
-    verdict = f"a step on ranks takes {_span(speed, '.2f')} of the time with threads"
+    verdict = f"a sample on ranks takes {speed:.2f} of the time with threads"
     if speed.says_nothing:
         verdict = _say_nothing(verdict)
     notes = [
@@ -227,16 +222,6 @@ def _describe_conditions(scaling: Scaling) -> str:
         *_warn_of_cores(scaling, scaling.points[-1].num_ranks),
     ]
     return "\n".join(lines)
-
-
-def _rate(spread: Spread) -> str:
-    return _span(spread, ".4g")
-
-
-def _span(spread: Spread, spec: str) -> str:
-    if spread.num_values == 1 or spread.low == spread.high:
-        return f"{spread.median:{spec}}"
-    return f"{spread.median:{spec}} ({spread.low:{spec}}..{spread.high:{spec}})"
 
 
 def _milliseconds(spread: Spread) -> str:
