@@ -15,16 +15,21 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+from paceline.plan.calls import fit_line  # noqa: E402
 from tests.launching.nodes import Nodes, why_no_nodes  # noqa: E402
 from tests.launching.wan import Wan  # noqa: E402
 
 _LIMIT_S = 900
+# Two packets: what a link lets through at once takes no time, and a real one lets through nothing.
+_BURST_BYTES = 3000
+_NEAR = 0.15
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def measure(setting: Setting, *words: str) -> dict[str, Any]:
             interface, address = "wan0", "10.78.0.10"
         else:
             for node in range(setting.nodes):
-                nodes.limit(node, setting.rate_mbit)
+                nodes.limit(node, setting.rate_mbit, _BURST_BYTES / (setting.rate_mbit * 125e3))
         ranks = []
         for rank in range(setting.nodes * setting.local):
             node, local = divmod(rank, setting.local)
@@ -110,7 +115,8 @@ def _end(rank: subprocess.Popen[str]) -> None:
 def write_table() -> str:
     """Return the table of all results."""
     lines = [
-        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median time of a call.",
+        f"`python benchmarks/collectives/run.py` on {os.cpu_count()} cores: median time of a call, and in",
+        "brackets how far the line through the smallest and the largest size is off.",
         "",
     ]
     found = {name: json.loads(path.read_text()) for name in SETTINGS if (path := _path(name)).exists()}
@@ -119,18 +125,40 @@ def write_table() -> str:
     cells = {
         name: {(c["operation"], c["num_bytes"]): c for c in table["cells"]} for name, table in found.items()
     }
+    errors = {name: find_errors(table) for name, table in found.items()}
     operations = list(dict.fromkeys(c["operation"] for table in found.values() for c in table["cells"]))
     keys = {key for table in cells.values() for key in table}
     for operation, size in sorted(keys, key=lambda key: (operations.index(key[0]), key[1])):
-        row = [_cell(cells[name].get((operation, size))) for name in found]
+        row = [
+            _cell(cells[name].get((operation, size)), errors[name].get((operation, size))) for name in found
+        ]
         lines.append(f"| {operation} | {size or '-'} | " + " | ".join(row) + " |")
+    lines.append("| **median error, within 15%** | | " + " | ".join(map(summarise, found.values())) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(cell: dict[str, Any] | None) -> str:
+def summarise(table: dict[str, Any]) -> str:
+    """Return the median error of the sizes between, and the share of them within 15%."""
+    errors = [abs(error) for error in find_errors(table).values()]
+    return f"{median(errors):.0%}, {sum(error <= _NEAR for error in errors) / len(errors):.0%}"
+
+
+def find_errors(table: dict[str, Any]) -> dict[tuple[str, int], float]:
+    """Return predicted over median time, less 1, by operation and size between the others."""
+    found = {}
+    for operation in {cell["operation"] for cell in table["cells"]} - {"barrier"}:
+        own = [cell for cell in table["cells"] if cell["operation"] == operation]
+        seconds = {cell["num_bytes"]: cell["time_s"]["median"] for cell in own}
+        empty_s, rate = fit_line(seconds, 1.0)
+        for size in sorted(seconds)[1:-1]:
+            found[operation, size] = (empty_s + size / rate) / seconds[size] - 1
+    return found
+
+
+def _cell(cell: dict[str, Any] | None, error: float | None) -> str:
     if cell is None:
         return "-"
-    return f"{cell['time_s']['median'] * 1e3:.3g} ms"
+    return f"{cell['time_s']['median'] * 1e3:.3g} ms" + ("" if error is None else f" ({error:+.0%})")
 
 
 def _path(name: str) -> Path:
@@ -144,7 +172,7 @@ def main(names: list[str]) -> None:
         found = measure(SETTINGS[name], *SETTINGS[name].words)
         _path(name).parent.mkdir(exist_ok=True)
         _path(name).write_text(json.dumps(found, indent=1) + "\n")
-        print(name)
+        print(f"{name}: median error, within 15%: {summarise(found)}")
     (ROOT / "docs" / "tables" / "collectives.md").write_text(write_table())
 
 

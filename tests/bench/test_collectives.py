@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.bench.collectives import build_calls, measure_collectives
+from paceline.bench.collectives import build_calls, measure_collectives, summarise
 from paceline.plan.calls import BUS_FACTORS
 from paceline.world import World
 from tests.dist.pool import Pool
@@ -28,11 +28,23 @@ def test_measures_all_operations_on_real_ranks() -> None:
         assert 1e-6 < cell.time_s.low <= cell.time_s.median < 10
     cells = {(cell.operation, cell.num_bytes): cell for cell in found.cells}
     reduced, gathered = cells["all_reduce", 65536], cells["all_gather", 65536]
-    assert reduced.algorithm_bytes_per_s == pytest.approx(65536 / reduced.time_s.median)
     assert reduced.bus_bytes_per_s == pytest.approx(65536 / reduced.time_s.median), "2 (N-1)/N is 1"
     assert gathered.bus_bytes_per_s == pytest.approx(65536 / gathered.time_s.median / 2)
     assert cells["barrier", 0].bus_bytes_per_s is None
+    assert {cell.num_bytes for cell in found.cells if cell.predicted_s is not None} == {4096}
+    assert set(found.lines) == set(BUS_FACTORS)
     json.dumps(asdict(found))
+
+
+def test_sizes_between_are_predicted_from_the_smallest_and_the_largest() -> None:
+    """On 4 ranks with a latency of 2 ms and 100 MB/s; the middle size takes a tenth longer than its line."""
+    seconds = {size: 2e-3 + 1.5 * size / 1e8 for size in (64, 65536, 1 << 20)}
+    times = {("all_reduce", size): [taken] for size, taken in seconds.items()}
+    times |= {("all_reduce", 65536): [1.1 * seconds[65536]], ("barrier", 0): [1e-3]}
+    cells, lines = summarise(times, 4)
+    assert lines == {"all_reduce": (pytest.approx(2e-3), pytest.approx(1e8))}
+    assert [cell.predicted_s for cell in cells] == [None, pytest.approx(seconds[65536]), None, None]
+    assert cells[1].error == pytest.approx(1 / 1.1 - 1)
 
 
 def run_calls(world: World) -> dict[str, list[float]]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.probe import ProbedClass, ProbedCluster, _fit_line, measure_cluster
+from paceline.bench.probe import ProbedClass, ProbedCluster, measure_cluster
 from paceline.cli.probe import _write, format_probe
 from paceline.errors import PacelineError
+from paceline.plan.calls import fit_line
 from paceline.plan.cluster import read_file
 from paceline.plan.fit import load_constants
 from paceline.plan.recipe_costs import of_recipe
@@ -54,8 +55,8 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_line_through_measured_sizes() -> None:
-    points = [(4096, 1e-4 + 4096e-9), (1 << 20, 1e-4 + (1 << 20) * 1e-9)]
-    empty_s, rate = _fit_line(points, 0.5)
+    seconds = {size: 1e-4 + size * 1e-9 for size in (1 << 20, 4096, 65536)}
+    empty_s, rate = fit_line(seconds, 0.5)
     assert (empty_s, rate) == (pytest.approx(1e-4), pytest.approx(0.5e9))
 
 

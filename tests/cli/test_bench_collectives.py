@@ -51,11 +51,12 @@ def test_prints_a_row_per_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert "collectives on 2 ranks of 1 node, gloo" in out
     rows = [line for line in out.splitlines() if " KiB " in line]
     assert [row.split()[0] for row in rows] == list(BUS_FACTORS)
+    assert "misses" not in out, "one size has no others between"
 
 
 def make_found() -> Collectives:
-    cell = Cell("all_reduce", 1024, Spread.of([2e-3] * 6), 512e3, 768e3)
-    return Collectives((0, 1), ("host0", "host1"), "gloo", [cell], 2)
+    cell = Cell("all_reduce", 1024, Spread.of([2e-3] * 6), 768e3, 3e-3)
+    return Collectives((0, 1), ("host0", "host1"), "gloo", [cell], {"all_reduce": (1e-3, 5e8)}, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -73,4 +74,7 @@ def test_only_rank_0_prints_under_any_launcher(
 
 def test_what_people_read() -> None:
     lines = describe_collectives(make_found()).splitlines()
-    assert any(line.split()[:1] == ["all_reduce"] and line.endswith("0.768 MB/s") for line in lines)
+    rows = [line.split() for line in lines if line.strip().startswith("all_reduce")]
+    assert rows[0][-5:] == ["0.768", "MB/s", "3.0", "ms", "(+50%)"]
+    assert rows[1] == ["all_reduce", "1.0", "ms", "500", "MB/s"]
+    assert any("by 50% in the median; 0% are within 15%" in line for line in lines)

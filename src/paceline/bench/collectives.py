@@ -3,14 +3,15 @@
 A barrier precedes each call, and the slowest rank counts, as in nccl-tests. Calls of all kinds and sizes
 alternate, in turns of opposite order, so that a machine that slows down affects all.
 
-Algorithm bandwidth is size / time, and bus bandwidth that times the operation's factor, as nccl-tests define
-them (doc/PERFORMANCE.md). Sizes are those of `paceline.plan.calls`, and rank 0 is the root.
+Bus bandwidth is size / time, times the operation's factor, as nccl-tests define it (doc/PERFORMANCE.md).
+Sizes are those of `paceline.plan.calls`, and rank 0 is the root. The sizes between the smallest and the
+largest are predicted from these two by `fit_line` there, as `paceline plan` predicts all sizes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from paceline.comm.nodes import find_nodes
 from paceline.comm.one_tensor import all_gather, reduce_scatter
 from paceline.launching.local import launch
 from paceline.place import usable_cores
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.calls import BUS_FACTORS, fit_line
 from paceline.world import World, start
 
 SIZES = (64, 4096, 65536, 1 << 20, 8 << 20)
@@ -39,15 +40,20 @@ class Cell:
         operation: as torch.distributed calls it.
         num_bytes: the size; 0 for a barrier.
         time_s: from a barrier to the slowest rank's end.
-        algorithm_bytes_per_s: size over median time; None for a barrier.
-        bus_bytes_per_s: that times the operation's factor; None for a barrier.
+        bus_bytes_per_s: size over median time, times the operation's factor; None for a barrier.
+        predicted_s: from the smallest and the largest size; None for these.
     """
 
     operation: str
     num_bytes: int
     time_s: Spread
-    algorithm_bytes_per_s: float | None
     bus_bytes_per_s: float | None
+    predicted_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over median time, less 1."""
+        return None if self.predicted_s is None else self.predicted_s / self.time_s.median - 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Collectives:
         hosts: the nodes' host names.
         backend: that carried the calls.
         cells: by operation and size.
+        lines: seconds of an empty call and bus bandwidth, by operation; empty with one size.
         num_cores: cores that rank 0 may use.
     """
 
@@ -66,6 +73,7 @@ class Collectives:
     hosts: tuple[str, ...]
     backend: str
     cells: list[Cell]
+    lines: dict[str, tuple[float, float]]
     num_cores: int
 
 
@@ -96,12 +104,13 @@ def measure_collectives(
 def _run(sizes: Sequence[int], repeats: int) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
         hosts, nodes = find_nodes()
-        cells = _measure_cells(world, sizes, repeats)
+        cells, lines = _measure(world, sizes, repeats)
         return Collectives(
             nodes=nodes,
             hosts=hosts,
             backend=world.backend,
             cells=cells,
+            lines=lines,
             num_cores=usable_cores(),
         )
 
@@ -111,11 +120,7 @@ def _time(call: Callable[[], object]) -> float:
     dist.barrier()
     began_s = time.perf_counter()
     call()
-    return _find_slowest(time.perf_counter() - began_s)
-
-
-def _find_slowest(seconds: float) -> float:
-    slowest = torch.tensor(seconds, dtype=torch.float64)
+    slowest = torch.tensor(time.perf_counter() - began_s, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest.item())
 
@@ -155,7 +160,9 @@ def build_calls(
     }
 
 
-def _measure_cells(world: World, sizes: Sequence[int], repeats: int) -> list[Cell]:
+def _measure(
+    world: World, sizes: Sequence[int], repeats: int
+) -> tuple[list[Cell], dict[str, tuple[float, float]]]:
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for size in sizes:
         num_bytes, by_name = build_calls(size, world.world_size, world.rank)
@@ -171,20 +178,27 @@ def _measure_cells(world: World, sizes: Sequence[int], repeats: int) -> list[Cel
         for cell in calls if turn % 2 == 0 else reversed(calls):
             if turn < wanted[cell]:
                 times[cell].append(_time(calls[cell]))
-    order = [*BUS_FACTORS, "barrier"]
-    return [
-        _describe_cell(name, num_bytes, times[name, num_bytes], world.world_size)
-        for name, num_bytes in sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
-    ]
+    return summarise(times, world.world_size)
 
 
-def _describe_cell(name: str, num_bytes: int, times: Sequence[float], num_ranks: int) -> Cell:
-    taken, factor = Spread.of(times), BUS_FACTORS.get(name)
-    rate = None if factor is None else num_bytes / taken.median
-    return Cell(
-        operation=name,
-        num_bytes=num_bytes,
-        time_s=taken,
-        algorithm_bytes_per_s=rate,
-        bus_bytes_per_s=None if rate is None or factor is None else rate * factor(num_ranks),
-    )
+def summarise(
+    times: Mapping[tuple[str, int], Sequence[float]], num_ranks: int
+) -> tuple[list[Cell], dict[str, tuple[float, float]]]:
+    """Return the cells, and the line of each operation with two sizes or more.
+
+    Args:
+        times: of calls, by operation and size.
+        num_ranks: that took part.
+    """
+    cells, lines = [], {}
+    for name in [*BUS_FACTORS, "barrier"]:
+        factor = BUS_FACTORS[name](num_ranks) if name in BUS_FACTORS else 0.0
+        taken = {size: Spread.of(each) for (own, size), each in sorted(times.items()) if own == name}
+        if len(taken) > 1:
+            lines[name] = fit_line({size: each.median for size, each in taken.items()}, factor)
+        for size, each in taken.items():
+            is_between = min(taken) < size < max(taken)
+            predicted_s = lines[name][0] + factor * size / lines[name][1] if is_between else None
+            bus = factor * size / each.median if factor else None
+            cells.append(Cell(name, size, each, bus, predicted_s))
+    return cells, lines

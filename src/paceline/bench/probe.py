@@ -30,7 +30,7 @@ from paceline.comm.nodes import find_nodes
 from paceline.launching.local import launch
 from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.calls import BUS_FACTORS, fit_line
 from paceline.recipe.layout import Layout
 from paceline.train.trainer import Trainer
 from paceline.world import World, start
@@ -239,22 +239,15 @@ def _measure_classes(world: World, num_nodes: int, per_node: int) -> dict[str, P
 def _measure_class(world: World, group: dist.ProcessGroup, size: int) -> ProbedClass:
     calls = {}
     for operation in _OPERATIONS:
-        points = []
+        seconds = {}
         for num_bytes in _SIZES:
             _, built = build_calls(num_bytes, size, world.rank, world.device, group)
             taken = _time(world, built[operation])
-            points.append((num_bytes, _agree(world, statistics.median(taken))))
-        calls[operation] = _fit_line(points, BUS_FACTORS[operation](size))
+            seconds[num_bytes] = _agree(world, statistics.median(taken))
+        calls[operation] = fit_line(seconds, BUS_FACTORS[operation](size))
     # A message of a pipeline: the steps of a ring without the factor.
     empty_s, rate = calls["all_gather"]
     return ProbedClass(size, empty_s / max(1, size - 1), rate, calls)
-
-
-def _fit_line(points: Sequence[tuple[int, float]], factor: float) -> tuple[float, float]:
-    """Return the seconds of an empty call, and the bus bandwidth: from the smallest and the largest size."""
-    (small, small_s), (large, large_s) = points[0], points[-1]
-    slope = max((large_s - small_s) / (large - small), 1e-13)
-    return max(small_s - slope * small, 1e-7), factor / slope
 
 
 def _measure_step(world: World) -> float:

@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.output import format_rows
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
     from paceline.bench.collectives import Cell, Collectives
 
 _DESCRIPTION = """
-Measures each collective at each size: time, and algorithm and bus bandwidth as nccl-tests define them.
-Runs on the CPU with gloo. Started by torchrun or `paceline run -m paceline bench collectives`, it joins their
-ranks.
+Measures each collective at each size: time, bus bandwidth as nccl-tests define it, and the time that
+follows from the smallest and the largest size. Runs on the CPU with gloo. Started by torchrun or
+`paceline run -m paceline bench collectives`, it joins their ranks.
 """
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _MOST_BYTES = 1 << 32
+_NEAR = 0.15
 
 
 def add_collectives(kinds: Any) -> None:
@@ -85,12 +88,24 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def describe_collectives(found: Collectives) -> str:
-    """Return a row per operation and size."""
-    rows: list[tuple[str, ...]] = [("operation", "size", "time", "algbw", "busbw")]
+    """Return a row per operation and size, and the line that predicts each operation."""
+    rows: list[tuple[str, ...]] = [("operation", "size", "time", "busbw", "predicted")]
     rows += [_describe_cell(cell) for cell in found.cells]
-    return "\n\n".join(
-        [_describe_ranks(found), format_rows(rows), "Slow links and nodes: paceline doctor --nnodes N."]
+    parts = [_describe_ranks(found), format_rows(rows), *_describe_lines(found)]
+    return "\n\n".join([*parts, "Slow links and nodes: paceline doctor --nnodes N."])
+
+
+def _describe_lines(found: Collectives) -> Iterator[str]:
+    errors = [abs(cell.error) for cell in found.cells if cell.error is not None]
+    if not errors:
+        return
+    near = sum(error <= _NEAR for error in errors) / len(errors)
+    yield (
+        "The line through the smallest and the largest size, as `paceline plan` has it, misses the sizes "
+        f"between\nby {median(errors):.0%} in the median; {near:.0%} are within {_NEAR:.0%}:"
     )
+    rows = [(name, format_seconds(s), _rate(rate)) for name, (s, rate) in found.lines.items()]
+    yield format_rows([("operation", "empty call", "busbw"), *rows])
 
 
 def _describe_ranks(found: Collectives) -> str:
@@ -108,10 +123,10 @@ def _describe_cell(cell: Cell) -> tuple[str, ...]:
     taken = cell.time_s
     return (
         cell.operation,
-        format_bytes(cell.num_bytes) if cell.algorithm_bytes_per_s is not None else "-",
+        format_bytes(cell.num_bytes) if cell.bus_bytes_per_s is not None else "-",
         f"{format_seconds(taken.median)} ({format_seconds(taken.low)} to {format_seconds(taken.high)})",
-        _rate(cell.algorithm_bytes_per_s),
         _rate(cell.bus_bytes_per_s),
+        "-" if cell.predicted_s is None else f"{format_seconds(cell.predicted_s)} ({cell.error:+.0%})",
     )
 
 

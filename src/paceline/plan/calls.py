@@ -7,7 +7,7 @@ root has in gather and scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 # What a rank sends over a ring is the size times this factor of N, the minimum for any algorithm. nccl-tests
 # define bus bandwidth by it (doc/PERFORMANCE.md).
@@ -21,3 +21,15 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
 }
+
+
+def fit_line(seconds: Mapping[int, float], factor: float) -> tuple[float, float]:
+    """Return the seconds of an empty call, and the bus bandwidth: from the smallest and the largest size.
+
+    Args:
+        seconds: of a call, by size in bytes; two sizes or more.
+        factor: of the operation, as in `BUS_FACTORS`.
+    """
+    small, large = min(seconds), max(seconds)
+    slope = max((seconds[large] - seconds[small]) / (large - small), 1e-13)
+    return max(seconds[small] - slope * small, 1e-7), factor / slope
