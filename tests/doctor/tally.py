@@ -172,6 +172,49 @@ def lossy(nodes: Nodes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def extra_interface(nodes: Nodes, name: str, address: str) -> Iterator[None]:
+    """Give each node an interface to which no other node is connected."""
+    for node in range(3):
+        for words in (
+            ("link", "add", name, "type", "veth", "peer", "name", "nowhere"),
+            ("addr", "add", address.format(10 + node), "dev", name),
+            ("link", "set", name, "up"),
+            ("link", "set", "nowhere", "up"),
+        ):
+            ip(nodes, node, *words)
+    yield
+
+
+@contextlib.contextmanager
+def firewall(nodes: Nodes, node: int, *rules: tuple[str, Sequence[str]]) -> Iterator[None]:
+    """Let pass or lose what a node sends, by the first rule of `u32` that matches: "pass" or "lose"."""
+    space = nodes.namespace(node)
+    shape(space, "eth0", "qdisc", "replace", "root", "handle", "1:", "htb", "default", "10")
+    for name, rate in (("10", RATE_MBIT), ("99", 1.0)):
+        limits = ("htb", "rate", f"{rate:g}mbit", "burst", "25k", "cburst", "25k", "quantum", "9000")
+        shape(space, "eth0", "class", "add", "parent", "1:", "classid", f"1:{name}", *limits)
+    # No packet is as small as this bucket.
+    lost = ("tbf", "rate", "8kbit", "burst", "20", "limit", "20")
+    shape(space, "eth0", "qdisc", "add", "parent", "1:99", "handle", "99:", *lost)
+    for number, (fate, match) in enumerate(rules, start=1):
+        flow = ("flowid", "1:99" if fate == "lose" else "1:10")
+        prio = ("parent", "1:", "protocol", "ip", "prio", str(number), "u32")
+        shape(space, "eth0", "filter", "add", *prio, *match, *flow)
+    yield
+
+
+@contextlib.contextmanager
+def closed_ports(nodes: Nodes) -> Iterator[None]:
+    """Lose all connections but those of the meeting place, whose conversation keeps its port."""
+    rules = [("pass", ("match", "ip", end, str(PORT), "0xffff")) for end in ("sport", "dport")]
+    with ExitStack() as stack:
+        for node in range(3):
+            lose = ("lose", ("match", "ip", "protocol", "6", "0xff"))
+            stack.enter_context(firewall(nodes, node, *rules, lose))
+        yield
+
+
+@contextlib.contextmanager
 def held_port(nodes: Nodes) -> Iterator[None]:
     """Have another program listen at the meeting place."""
     words = ["nsenter", f"--net=/run/netns/{nodes.namespace(0)}", sys.executable, "-c"]
@@ -273,6 +316,14 @@ def stop_in_the_middle(kind: int) -> Callable[[Nodes], AbstractContextManager[An
     return plant
 
 
+def hosts(name: str, address: str) -> str:
+    """Return shell commands after which a name stands for an address."""
+    line = f"sed 's/.*{name}$/{address} {name}/' /etc/hosts > $HOME_DIR/hosts; "
+    return line + "mount --bind $HOME_DIR/hosts /etc/hosts; "
+
+
+# TCP packets that begin a connection: SYN without ACK.
+SYN = ("match", "u8", "0x02", "0x12", "at", "33")
 SHM = "mount -t tmpfs -o size=16m tmpfs /dev/shm; "
 OWN_FOLDER = "mkdir -p $RUNS; mount -t tmpfs -o size={size} tmpfs $RUNS; "
 FAULTS = (
@@ -286,8 +337,17 @@ FAULTS = (
     Fault("a node's name stands for 127.0.1.1", "PL976", "node1", "127.0.1.1", {1: Start(own_name="loopback")}),
     Fault("a node's name stands for nothing", "PL976", "node1", "does not resolve", {1: Start(own_name="nothing")}),
     Fault("a node's name stands for another node", "PL976", "node1", "10.77.0.10|no address of this",
-          {1: Start(setup="sed 's/.*node1$/10.77.0.10 node1/' /etc/hosts > $HOME_DIR/hosts; "
-                          "mount --bind $HOME_DIR/hosts /etc/hosts; ")}),
+          {1: Start(setup=hosts("node1", "10.77.0.10"))}),
+    Fault("a node's name stands for a bridge of containers", "PL976", "node1", "announce 172.17.0.1",
+          {1: Start(setup=hosts("node1", "172.17.0.1"))},
+          lambda n: extra_interface(n, "docker0", "172.17.0.1/16")),
+    Fault("an interface of a network that others do not reach", "PL976", "node1", "announce 192.168.9.11",
+          {1: Start(environ={"GLOO_SOCKET_IFNAME": "eth1"})},
+          lambda n: extra_interface(n, "eth1", "192.168.9.{}/24")),
+    Fault("a node that may not open connections to another", "PL984", "node1 to node2", "cannot be reached",
+          plant=lambda n: firewall(n, 1, ("lose", ("match", "ip", "dst", f"{n.address(2)}/32", *SYN)))),
+    Fault("all ports but one closed", "PL984", "node0, node1 and node2", "every other one cannot",
+          plant=closed_ports),
     Fault("two nodes of one name", "PL992", "cluster", "2 nodes have the name node1", {2: Start(host_name="node1")},
           others=("PL976",)),
     Fault("an interface that does not exist", "PL977", "node1", "eth9",
@@ -314,6 +374,10 @@ FAULTS = (
         site=_CLOCK.format("0.05 * (time.monotonic() - begin)"))}),
     Fault("another torch", "PL988", "node1", "torch: node1 has 2.4.0", {1: Start(setup=old_torch())},
           others=("PL979",)),
+    Fault("another Python", "PL988", "node2", "Python: node2 has 3.99", {2: Start(
+        site="import platform\nplatform.python_version = lambda: '3.99'\n")}),
+    Fault("a proxy on one node", "PL988", "node2", "http_proxy: node2 has http://proxy:3128", {2: Start(
+        environ={"http_proxy": "http://user:secret@proxy:3128"})}),
     Fault("another script", "PL988", "node1", "script", {1: Start(setup="cp train.py $HOME_DIR/train.py; "
           "echo '# changed' >> $HOME_DIR/train.py; mount --bind $HOME_DIR/train.py train.py; ")},
           words=("--no-collectives", "train.py")),
@@ -324,6 +388,8 @@ FAULTS = (
     Fault("a full disk", "PL974", "node1", "No space left", {1: Start(
         setup=OWN_FOLDER.format(size="1m") + "dd if=/dev/zero of=$RUNS/full bs=64k 2>/dev/null; ")},
         words=("--no-collectives", "--folder", "runs"), others=("PL990",)),
+    Fault("a slow disk", "PL974", "node1", "a MiB needs", {1: Start(
+        site="import os, time\nreal = os.fsync\ndef fsync(fd):\n    time.sleep(0.7)\n    real(fd)\nos.fsync = fsync\n")}),
     Fault("a disk that is read-only", "PL974", "node1", "written", {1: Start(
         setup="mkdir -p $RUNS; mount --bind $RUNS $RUNS; mount -o remount,bind,ro $RUNS; ")},
         words=("--no-collectives", "--folder", "runs")),
