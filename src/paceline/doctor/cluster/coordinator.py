@@ -221,7 +221,12 @@ class Surveyor:
         }
         # One silent direction costs a node three patient waits; all nodes wait side by side.
         replies = self._ask_all(_ANSWER_S + 9.0 * len(places), commands)
-        return {(i, int(j)): found for i, reply in replies.items() for j, found in reply.items() if found}
+        return {
+            (i, int(j)): found
+            for i, reply in replies.items()
+            for j, found in reply.items()
+            if found and j.isdigit()  # else it is an error of the node
+        }
 
     def _place(self, number: int) -> list[Any]:
         return [self._nodes[number].address, self.survey.checked.get(number, {}).get("port", 0)]

@@ -189,7 +189,7 @@ def _judge_links(survey: Survey) -> Iterator[Finding]:
 def _group(survey: Survey, links: list[tuple[int, int]]) -> Iterator[tuple[str, str, list[tuple[int, int]]]]:
     """Yield a way of `_WAYS`, nodes and all of their links; then "", and each link that is left."""
     rest, others = list(links), len(survey.names) - 1
-    if len(rest) == others * len(survey.names):
+    if rest and len(rest) == others * len(survey.names):
         yield "between", join(survey.names), rest
         return
     for number, name in enumerate(survey.names):
