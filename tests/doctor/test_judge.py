@@ -106,6 +106,7 @@ def test_nodes_that_are_missing_silent_or_twice() -> None:
     found = survey(3)
     found.num_wanted = 4
     assert "1 of 4 nodes did not come; n0, n1 and n2 did" in one(found)
+    assert "3 of 3 nodes did not come; none did" in one(Survey([], [], 3))
     found = survey(3)
     found.lost[1] = "links"
     assert one(found).startswith("n1: it fell silent during links")

@@ -224,7 +224,7 @@ def _lead(
     """Ask the nodes, this one included, and print the report."""
     import threading
 
-    from paceline.doctor.cluster.coordinator import Surveyor, meet, refuse_alone
+    from paceline.doctor.cluster.coordinator import Surveyor, meet
     from paceline.doctor.cluster.judge import judge
     from paceline.doctor.cluster.node import take_part
 
@@ -242,8 +242,6 @@ def _lead(
         nodes = meet(listener, args.nnodes, args.rdzv_id, args.join_timeout)
     surveyor = Surveyor(nodes, args.nnodes)
     try:
-        if len(nodes) < 2 <= args.nnodes:
-            raise refuse_alone(args.nnodes, args.join_timeout, surveyor.survey.names)
         folder = "" if args.folder is None else str(args.folder.absolute())
         survey = surveyor.run(folder, with_collectives=not args.no_collectives, say=say)
         findings = [*_list_own(survey), *judge(survey)]
@@ -298,10 +296,8 @@ def _describe_cluster(survey: Survey, findings: list[Finding]) -> str:
     if are_busy(survey.speeds):
         lines.append("  Most nodes shared their cores with other work, so their speeds were not compared.")
     if survey.rates or survey.unreachable:
-        lines += [
-            "",
-            f"{'Mbit/s':<{width}}  to " + "".join(f"{name.partition('.')[0][-9:]:>10}" for name in names),
-        ]
+        heads = "".join(f"{name.partition('.')[0][-9:]:>10}" for name in names)
+        lines += ["", f"{'Mbit/s':<{width}}  to {heads}"]
         for i, name in enumerate(names):
             cells = [_describe_cell(survey, i, j) for j in range(len(names))]
             lines.append(f"{name:<{width}}     " + "".join(f"{cell:>10}" for cell in cells))

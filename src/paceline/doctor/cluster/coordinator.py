@@ -18,7 +18,6 @@ from paceline.doctor.cluster.judge import find_slow_links, find_slow_nodes
 from paceline.doctor.cluster.messages import receive, send
 from paceline.doctor.cluster.speed import RAN
 from paceline.doctor.meeting import is_loopback
-from paceline.errors import PacelineError
 
 _HELLO_S = 5.0
 _ANSWER_S, _CHECKS_S = 10.0, 20.0
@@ -150,7 +149,7 @@ class Surveyor:
         self._measure_links()
         say("nodes by themselves")
         self._measure_speeds()
-        if folder:
+        if folder and self._nodes:
             self._look_for(folder)
         if with_collectives and len(self._alive()) > 1 and not survey.unreachable:
             say("collectives")
@@ -315,14 +314,3 @@ def pair_up(members: list[int]) -> Iterator[list[tuple[int, int]]]:
         pairs = itertools.islice(zip(circle, reversed(circle), strict=True), half)
         yield [(i, j) for i, j in pairs if i is not None and j is not None]
         circle[1:] = [circle[-1], *circle[1:-1]]
-
-
-def refuse_alone(num_nodes: int, timeout_s: float, names: list[str]) -> PacelineError:
-    """Return PL983 for a check to which no other node came."""
-    return PacelineError(
-        "PL983",
-        saw=f"{len(names)} of {num_nodes} nodes came within {timeout_s:g} s"
-        + (f": {', '.join(names)}." if names else "."),
-        rule="A link needs two nodes.",
-        fix="Start the same command on the other nodes; a node that cannot reach this one says so there.",
-    )

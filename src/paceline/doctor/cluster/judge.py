@@ -95,7 +95,7 @@ def _judge_presence(survey: Survey) -> Iterator[Finding]:
         yield Finding(
             "PL983",
             "cluster",
-            saw=f"{missing} of {survey.num_wanted} nodes did not come; {join(survey.names)} did.",
+            saw=f"{missing} of {survey.num_wanted} nodes did not come; {join(survey.names or ['none'])} did.",
             rule="A job waits for all of its nodes.",
             fix="Look at the output of the command there: a node that cannot reach the first one says so.",
         )
