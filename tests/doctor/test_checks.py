@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,9 @@ def test_a_healthy_gpu_machine_has_nothing_to_change(tmp_path: Path) -> None:
     machine = Machine(root=root, environ={}, num_ranks=1, run=programs(nvidia_smi=GPU, timedatectl="yes"))
     for check in (checks.gpus, checks.infiniband, checks.memory, checks.clock, checks.leftovers):
         assert found(check, machine) == ""
-    assert checks.gpus.check(machine).said == "1 x NVIDIA H100"
+    assert checks.gpus.check(machine).said.startswith("1 x NVIDIA H100; the kernel's log")
+    readable = replace(machine, run=programs(nvidia_smi=GPU, dmesg=""))
+    assert checks.gpus.check(readable).said == "1 x NVIDIA H100"
     assert checks.infiniband.check(machine).said.startswith("1 of 1 ports active: 400 Gb/sec")
 
 

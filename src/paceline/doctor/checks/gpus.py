@@ -70,10 +70,10 @@ def check(machine: Machine) -> Checked:
             "Each rank needs a GPU of its own.",
             f"Start {len(rows)} ranks or fewer here.",
         )
-    _judge_log(machine, checked)
     kinds = Counter(row["name"] for row in rows)
     checked.said = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     checked.facts = {"GPUs": checked.said}
+    _judge_log(machine, checked)
     return checked
 
 
@@ -118,7 +118,9 @@ def _judge(row: dict[str, str], checked: Checked) -> None:
 
 def _judge_log(machine: Machine, checked: Checked) -> None:
     """Find each kind of GPU error that the kernel has logged, where its log may be read."""
-    found = Counter(re.findall(r"NVRM: Xid \([^)]*\): (\d+)", machine.run(["dmesg"]) or ""))
+    log = machine.run(["dmesg"])
+    checked.said += "" if log is not None else "; the kernel's log, which has their errors, may not be read"
+    found = Counter(re.findall(r"NVRM: Xid \([^)]*\): (\d+)", log or ""))
     for number, count in found.items():
         checked.find(
             f"the kernel has logged Xid {number} {count} times since the start of the machine.",

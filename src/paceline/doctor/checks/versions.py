@@ -58,7 +58,7 @@ def _check_cuda(machine: Machine, cuda: str | None, checked: Checked) -> None:
         checked.find(
             "this machine has NVIDIA GPUs, and nvidia-smi does not answer.",
             "Without a driver that works, torch finds no device.",
-            "Install the driver, or load it: modprobe nvidia",
+            "Run it: it says whether the driver is missing (modprobe nvidia) or may not be used.",
         )
     elif int(cuda.partition(".")[0]) > int(head[1]):
         checked.find(
