@@ -24,7 +24,8 @@ def own_name(monkeypatch: pytest.MonkeyPatch) -> Any:
     real = socket.getaddrinfo
 
     def stand_for(address: str) -> None:
-        def getaddrinfo(host: str, *words: Any, **named: Any) -> Any:
+        def getaddrinfo(host: str | bytes, *words: Any, **named: Any) -> Any:
+            host = os.fsdecode(host)
             if host == "node1" and not address:
                 raise socket.gaierror(-2, "Name or service not known")
             return real(address if host == "node1" else host, *words, **named)
@@ -48,7 +49,8 @@ def test_what_gloo_would_announce(own_name: Any) -> None:
 
 def test_the_path_and_the_name_in_one_sentence(own_name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own_name("127.0.1.1")
-    monkeypatch.setattr(meeting, "_is_loopback", lambda host: False)  # the test's server is on the loopback
+    # The test's server is on the loopback.
+    monkeypatch.setattr(meeting, "is_loopback", lambda host: host != "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = describe_meeting("127.0.0.1", port, {})

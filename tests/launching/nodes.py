@@ -158,14 +158,11 @@ class Nodes:
     def _others(self, node: int) -> list[str]:
         return [self.address(other) for other in range(self._count) if other != node]
 
-    def limit(self, node: int, rate_mbit: float, burst_s: float = 1e-3) -> None:
-        """Limits what a node sends and what it receives; so many seconds' bytes may pass at once.
-
-        A longer burst lets small messages pass at no cost; a shorter one costs processor time, and a busy
-        machine does not reach the rate then.
-        """
+    def limit(self, node: int, rate_mbit: float) -> None:
+        """Limits what a node sends and what it receives."""
         for namespace, device in ((self.namespace(node), "eth0"), (self.switch, f"p{node}")):
-            burst = f"{max(2000, rate_mbit * 125e3 * burst_s):.0f}"
+            # What may pass at once is 1 ms long; more would let small messages pass at no cost.
+            burst = f"{max(2000, rate_mbit * 125):.0f}"
             rate = ("rate", f"{rate_mbit:g}mbit", "burst", burst, "latency", "100ms")
             _do("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
