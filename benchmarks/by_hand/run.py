@@ -22,7 +22,7 @@ WARM_UP, STEPS, REPEATS, BLOCK, BLOCKS = 3, 60, 3, 5, 10
 def bench(folder: Path, name: str, *words: str) -> dict[str, Any]:
     """Return what `paceline bench` measures of the script."""
     command = [sys.executable, "-m", "paceline", "bench", name, str(HERE / "chapter.py"), "--json"]
-    command += [f"--args={folder / name}", *words]
+    command += [*words, "--", str(folder / name)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     table: dict[str, Any] = json.loads(done.stdout)

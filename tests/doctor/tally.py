@@ -38,7 +38,7 @@ _LIMIT_S = 150.0
 _CLOCK = "import time\nreal, begin = time.time, time.monotonic()\ntime.time = lambda: real() + {}\n"
 _WRONG = (
     "import sys\n"
-    "if 'collectives' in ' '.join(sys.orig_argv):\n"
+    "if 'cluster.rank' in ' '.join(sys.orig_argv):\n"
     "    import torch.distributed as dist\n"
     "    real = dist.{0}\n"
     "    def wrong(tensor, *words, **named):\n"

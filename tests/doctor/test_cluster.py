@@ -168,7 +168,7 @@ def test_wrong_results_of_one_node(nodes: Nodes, tmp_path: Path) -> None:
     """A patched torch on node 1 adds one to what an all-reduce returns."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'collectives' in ' '.join(sys.orig_argv):\n"
+        "if 'cluster.rank' in ' '.join(sys.orig_argv):\n"
         "    import torch.distributed as dist\n"
         "    real = dist.all_reduce\n"
         "    def all_reduce(tensor, *words, **named):\n"
