@@ -83,6 +83,7 @@ def test_compute_is_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) ->
     found = measure_overhead(SCRIPT, 2)
     assert found.ways[ALONE].ratio.median == pytest.approx(0.8)
     assert "share of communication  20.0%" in describe_overhead(found)
+    assert "No information" not in describe_overhead(found)
     json.dumps(asdict(found))
     for rank in ranks:
         rank.left_out = 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Below it, the time of a collective is mostly latency.
 _SMALL_BYTES = 256 << 10
+_WIDE_SHARE = 0.25
 
 
 def describe_scaling(scaling: Scaling) -> str:
@@ -112,7 +113,7 @@ def describe_overhead(found: Variants) -> str:
         ("share of communication", f"{share:.1%}", "of the whole step, pair by pair"),
     ]
     parts = [conditions, format_rows(rows, to_left=True)]
-    if ratio.says_nothing:
+    if share.high - share.low > _WIDE_SHARE:
         parts.append(_say_nothing(f"a share of {share:.0%}"))
     return "\n\n".join(parts)
 
@@ -130,7 +131,9 @@ def describe_buckets(found: Variants) -> str:
         )
     best = min(others, key=lambda name: found.ways[name].ratio.median, default=own)
     ratio = found.ways[best].ratio
-    if best != own and ratio.high < 1:
+    if not others:
+        verdict = "whatever the size, one bucket holds all gradients"
+    elif best != own and ratio.high < 1:
         verdict = f"best: bucket_cap_mb={best}, {ratio:.3f} of {own} MiB"
     elif any(found.ways[name].ratio.says_nothing for name in others):
         verdict = _say_nothing(f"a ratio of {ratio:.2f} for {best} MiB")
