@@ -128,6 +128,8 @@ def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
     done = run(*words, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "this was a dry run of one step" in done.stdout + done.stderr
+    assert "files in" not in done.stdout
+    assert "is removed again" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 

@@ -99,7 +99,7 @@ def _describe_files(folder: Path) -> str:
         "logs": "what each rank printed",
     }
     rows = [f"  {name:<18} {what}" for name, what in names.items() if (folder / name).exists()]
-    return f"files in {folder}\n" + "\n".join(rows)
+    return "\n".join([f"files in {folder}", *rows]) if rows else f"{folder} is removed again (--dry-run)"
 
 
 def _short(value: Any) -> str:
