@@ -146,6 +146,36 @@ def test_steps_on_raw_batches_stop_together_and_sigterm_wins(ranks: Pool, both: 
         assert "stopped by SIGTERM after step 3" in caught.value.reports[rank]
 
 
+def train_two(world: Any, folder: str) -> tuple[int, str | None]:
+    """Get a signal while a second trainer trains; return where it stopped."""
+    trainers = [
+        Trainer(
+            nn.Linear(3, 1),
+            loss=lambda output, batch: (output.sum(), len(output)),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )
+        for _ in range(2)
+    ]
+    for number, trainer in enumerate(trainers):
+        trainer.resume(f"{folder}/{number}")
+    for _ in range(5):
+        trainers[0].step(torch.ones(2, 3))
+    for _ in range(2):
+        trainers[1].step(torch.ones(2, 3))
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    trainers[1].step(torch.ones(2, 3))  # in which ranks agree
+    with pytest.raises(Stopped) as stopped:
+        trainers[1].step(torch.ones(2, 3))
+    return stopped.value.step, stopped.value.saved
+
+
+def test_a_second_trainer_of_a_process_stops_too(ranks: Pool, tmp_path: Path) -> None:
+    saved = str(tmp_path / "1" / "checkpoints" / "step-00000003")
+    assert ranks.run(train_two, args=(str(tmp_path),)) == [(3, saved)] * 2
+    assert ranks.run(train_two, args=(str(tmp_path),)) == [(6, saved.replace("-00000003", "-00000006"))] * 2
+
+
 def handlers_after(world: Any) -> list[bool]:
     before = signal.getsignal(signal.SIGTERM)
     trainer = Trainer(

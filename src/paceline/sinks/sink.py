@@ -64,8 +64,7 @@ class Sink:
 
     Attributes:
         name: tells the sinks of one run apart.
-        rows_per_s: about so many rows of steps a second. If steps are faster, rows are left out, but never
-            the first or last of a second, nor one with a name that the row before lacks. `None` for all.
+        rows_per_s: about so many rows of steps, with all new names; `None` for those of all steps.
     """
 
     name = ""

@@ -6,7 +6,7 @@ machine, the environment, the script and its output is turned off.
 
 from __future__ import annotations
 
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,18 @@ class WandbSink(Sink):
         self._project = project
 
     def begin(self, start: SinkRun) -> None:
-        with tempfile.TemporaryFile(dir=start.folder) as probe:
-            probe.write(bytes(1 << 20))  # on a full disk, W&B prints pages of errors of its own log
-        known = start.recall(self.name)
+        known = start.recall(self.name) or secrets.token_hex(4)
+        start.keep(self.name, known)  # first: on a full disk, W&B prints pages of errors of its own log
         self._run = wandb.init(
             project=self._project,
             name=start.folder.name,
             dir=str(start.folder),
             id=known,
-            resume="allow" if known else None,
+            resume="allow",
             config=dict(start.settings),
             reinit="create_new",  # else it is the run of another trainer or of the script, if there is one
             settings=wandb.Settings(**_SILENT),
         )
-        if not known:
-            start.keep(self.name, self._run.id)
         # wandb's own count of steps never goes back, as a run does that resumes from an earlier checkpoint.
         for kind in ("train", "valid"):
             self._run.define_metric(f"{kind}/*", step_metric="step")

@@ -88,6 +88,7 @@ class StopRequests:
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, handler)
         self._previous.clear()
+        self.signum = 0
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -97,6 +98,10 @@ class StopRequests:
             return
         if not self.signum:
             self.signum, self._since_s = signum, now
+
+
+# Of this process, since a signal is for all of its trainers: the one that trains next saves and leaves.
+REQUESTS = StopRequests()
 
 
 class AskedToStopError(Exception):

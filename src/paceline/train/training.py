@@ -49,7 +49,7 @@ from paceline.train.same_settings import (
 from paceline.train.state.saver import Saver
 from paceline.train.state.saving import SaveHandle, Saving, refuse_saving
 from paceline.train.step import Step
-from paceline.train.stopping import AskedToStopError, Stopped, StopRequests
+from paceline.train.stopping import REQUESTS, AskedToStopError, Stopped
 from paceline.train.trained_models import TrainedModels
 from paceline.train.update import Updated
 from paceline.train.whole_metrics import Metric
@@ -185,7 +185,7 @@ class Training(TrainedModels, Generic[Handed]):
             self._inner_mesh.group if self._inner_mesh else None, self._describe_settings
         )
         self._raw_batches = RawBatches(self._dp, self.world.host)
-        self._requests = StopRequests()
+        self._requests = REQUESTS
         self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 
     def __repr__(self) -> str:
