@@ -1,9 +1,13 @@
 """Sphinx's settings for the site of these documents (`make site`). Its source is the repository's root."""
 
+import re
+from html import unescape
 from pathlib import Path
+from urllib.parse import unquote
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util import logging
 
 project = "Paceline"
 author = "the Paceline developers"
@@ -43,9 +47,21 @@ def _list_pages(app: Sphinx, error: Exception | None) -> None:
 def _drop_folders(app: Sphinx, doctree: nodes.document, name: str) -> None:
     """Keep only the text of links to folders, which have no page."""
     for link in list(doctree.findall(nodes.reference)):
-        place = Path(app.srcdir, name).parent / str(link.get("refuri", "")).removeprefix("#")
-        if str(link.get("refuri", "")).startswith("#") and place.resolve().is_dir():
+        target = str(link.get("refid") or link.get("refuri", "")).removeprefix("#")
+        if target and target not in doctree.ids and Path(app.srcdir, name).parent.joinpath(target).is_dir():
             link.replace_self(link.children)
+
+
+def _check_links(app: Sphinx, error: Exception | None) -> None:
+    """Warn of a link within the site that leads nowhere; `make site` then fails."""
+    pages = {} if error else {path: path.read_text("utf-8") for path in Path(app.outdir).rglob("*.html")}
+    anchors = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    for page, text in pages.items():
+        for link in sorted(set(re.findall(r'(?:href|src)="([^":]+)"', text))):
+            place, _, anchor = unquote(unescape(link)).partition("#")
+            target = (page.parent / place.partition("?")[0]).resolve() if place else page
+            if not target.exists() or (anchor and target in anchors and anchor not in anchors[target]):
+                logging.getLogger("paceline").warning("%s: %s leads nowhere", page.name, link)
 
 
 def _mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -61,3 +77,4 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-resolved", _drop_folders)
     app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     app.connect("build-finished", _list_pages)
+    app.connect("build-finished", _check_links)
