@@ -28,7 +28,6 @@ def test_a_run_ends_with_a_report_and_plain_files(folder: Path) -> None:
         "validation loss",
         "tokens/s",
         "communication",
-        "a sample",
     ):
         assert told in done.stdout
     assert "step 4/4" in done.stderr
@@ -61,7 +60,7 @@ def test_a_complete_run_is_reported_again(folder: Path) -> None:
     again = paceline(folder, "train", "recipe.toml", "--json")
     assert again.returncode == 0, again.stderr
     one, two = json.loads(first.stdout), json.loads(again.stdout)
-    for key in ("losses", "valid", "sample", "steps", "samples"):
+    for key in ("losses", "valid", "steps", "samples"):
         assert one[key] == two[key]
     assert one["step_s"] > 0
     assert two["step_s"] is None

@@ -73,7 +73,6 @@ def test_a_recipe_ends_as_in_one_process(layout: str, settings: dict[str, Any], 
     one, found = start("", settings), start(layout, settings)
     assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert found["valid"] == pytest.approx(one["valid"], rel=1e-5)
-    assert found["sample"] == one["sample"]
     assert one["weights"].keys() == found["weights"].keys()
     for name, tensor in one["weights"].items():
         assert (found["weights"][name] - tensor).abs().max() < 1e-4, name

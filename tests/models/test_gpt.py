@@ -170,32 +170,3 @@ def test_all_parameters_get_gradients_under_autocast() -> None:
 def test_a_longer_sequence_is_refused() -> None:
     with pytest.raises(PacelineError, match=r"17 tokens for a model of 16 positions.*PL220"):
         build()(torch.zeros(1, 17, dtype=torch.int64))
-
-
-def test_greedy_text_goes_on_with_the_likeliest_token() -> None:
-    model = build(max_seq_len=6, init_std=0.3)
-    prompt = torch.randint(0, VOCAB, (2, 3))
-    text = model.generate(prompt, 9, temperature=0)
-    assert text.shape == (2, 12)
-    assert torch.equal(text[:, :3], prompt)
-    model.eval()
-    for place in range(3, 12):  # beyond max_seq_len the window slides
-        logits = model(text[:, max(0, place - 6) : place])[:, -1]
-        assert torch.equal(text[:, place], logits.argmax(-1))
-
-
-def test_samples_follow_the_generator_and_leave_the_model_as_it_was() -> None:
-    model = build(dropout=0.5).train()
-    prompt = torch.zeros(1, 1, dtype=torch.int64)
-    state = torch.get_rng_state()
-    texts = [model.generate(prompt, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], texts[2])
-    assert model.training
-    assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(("length", "temperature"), [(0, 1.0), (1, -0.5)])
-def test_what_cannot_be_continued_is_refused(length: int, temperature: float) -> None:
-    with pytest.raises(PacelineError, match="PL221"):
-        build().generate(torch.zeros(1, length, dtype=torch.int64), 1, temperature)

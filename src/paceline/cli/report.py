@@ -34,8 +34,6 @@ def describe_summary(summary: dict[str, Any]) -> str:
     """Return the report at the end of a run, from `Summary` as a dict."""
     parts = [_plot_losses(summary["losses"]), _describe_quality(summary), _describe_speed(summary)]
     parts.append(_describe_files(Path(summary["folder"])))
-    if summary["sample"]:
-        parts.append("a sample of the trained model\n" + _indent(_printable(summary["sample"])))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -106,11 +104,3 @@ def _short(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(_short, value)) if isinstance(value, list) else str(value)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "." for c in text)
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())

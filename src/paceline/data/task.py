@@ -41,16 +41,6 @@ class TaskData:
     tokenizer: Tokenizer | None = None
     functions: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; only for text."""
-        assert self.tokenizer is not None, "images have no tokens"
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids; only for text."""
-        assert self.tokenizer is not None, "images have no tokens"
-        return self.tokenizer.decode(ids)
-
 
 def build_data(recipe: Recipe) -> TaskData:
     """Return the recipe's data, checked, with its caches built; any number of ranks may call it at once.

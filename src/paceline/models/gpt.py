@@ -72,60 +72,6 @@ class Decoder(nn.Module):
         x = self.norm(x)
         return F.linear(x, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
 
-    def predict(self, ids: Tensor) -> Tensor:
-        """Return the logits alone, [batch, seq_len, vocab_size]."""
-        logits: Tensor = self(ids)
-        return logits
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt_ids: Tensor,
-        num_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Return the prompt, continued by sampling.
-
-        The model sees the last `max_seq_len` tokens at each step; the whole window is computed again
-        for every token. The module's train or eval mode is the same afterwards.
-
-        Args:
-            prompt_ids: int64 [batch, length], at least one token long.
-            num_tokens: how many tokens to add.
-            temperature: divides the logits; 0 takes the likeliest token.
-            generator: where the samples come from; on `prompt_ids`' device or the CPU.
-
-        Returns:
-            int64 [batch, length + num_tokens].
-
-        Raises:
-            PacelineError: PL221 for an empty prompt or a negative temperature.
-        """
-        if prompt_ids.dim() != 2 or prompt_ids.shape[1] == 0 or temperature < 0:
-            raise PacelineError(
-                "PL221",
-                saw=f"generate() with a prompt {list(prompt_ids.shape)} and temperature={temperature}.",
-                rule="It continues prompts [batch, length] of at least one token, at a temperature >= 0.",
-                fix="Start from a separator or newline token, with temperature=1.0.",
-            )
-        was_training = self.training
-        self.eval()
-        try:
-            ids = prompt_ids
-            for _ in range(num_tokens):
-                logits = self.predict(ids[:, -self.max_seq_len :])[:, -1].float()
-                if temperature == 0:
-                    chosen = logits.argmax(dim=-1, keepdim=True)
-                else:
-                    chances = torch.softmax(logits / temperature, dim=-1)
-                    device = chances.device if generator is None else generator.device
-                    chosen = torch.multinomial(chances.to(device), 1, generator=generator)
-                ids = torch.cat([ids, chosen.to(ids.device)], dim=1)
-            return ids
-        finally:
-            self.train(was_training)
-
 
 class Gpt(Decoder):
     """A decoder that returns next-token logits.

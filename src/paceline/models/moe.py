@@ -80,11 +80,6 @@ class MoeGpt(Decoder):
         factor = weight / self.num_mixtures if self.training else 0.0
         return MoeOutput(self.unembed(x), balance * factor, fullest / self.num_mixtures)
 
-    def predict(self, ids: Tensor) -> Tensor:
-        """Return the logits alone."""
-        logits: Tensor = self(ids).logits
-        return logits
-
 
 class MoeBlock(GptBlock):
     """Attention and a mixture (or, in a dense layer, one feed-forward), each added to the residual stream."""

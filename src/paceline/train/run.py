@@ -9,19 +9,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data
 from paceline.errors import PacelineError
-from paceline.generators import preserved_generators, seed_generators
-from paceline.huggingface.factory import Pretrained, from_recipe
-from paceline.models import Decoder, build_model
+from paceline.huggingface.factory import from_recipe
+from paceline.models import build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, read_arguments, settle_recipe
 from paceline.recipe.hf_model import HfModel
 from paceline.recipe.own_sections import OwnModel, call_named, named_error
-from paceline.seeds import derive_seed
 from paceline.train.asynchronous import UpdateRow, read_updates
 from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.best import Best
@@ -33,8 +30,6 @@ from paceline.train.step import Step
 from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
 from paceline.train.trainer import Trainer
 from paceline.world import World, current_world
-
-_SAMPLE_TOKENS = 200
 
 
 class Reporter(Protocol):
@@ -74,7 +69,6 @@ class RunSummary:
         flops_per_s: of all ranks, or `None` if operations could not be counted.
         mfu: model FLOP/s utilisation, or `None` if the peak is unknown.
         memory_bytes: peak on rank 0.
-        sample: a text that the trained model wrote, for gpt.
     """
 
     folder: str
@@ -94,7 +88,6 @@ class RunSummary:
     flops_per_s: float | None
     mfu: float | None
     memory_bytes: int | None
-    sample: str | None
 
 
 def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: Any) -> Trainer:
@@ -215,8 +208,7 @@ def train_recipe(
     run_on_main(world, claim)
     run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept, is_dry, rows)
     run.train()
-    plain = run.gather_model()
-    return run.summarise(plain) if world.is_main else None
+    return run.summarise() if world.is_main else None
 
 
 class _RecipeRun:
@@ -292,23 +284,8 @@ class _RecipeRun:
         patience = self._recipe.train.patience
         return 0 < patience <= (0 if best is None else best.num_since)
 
-    def gather_model(self) -> nn.Module:
-        """Return the trained model as a plain module, complete on rank 0; collective."""
-        layout = self._trainer.layout
-        has_islands = self._recipe.islands.count > 1  # whose BatchNorm statistics differ
-        if not layout.divides_model and layout.num_sample_parts == 1 and not has_islands:
-            return self._trainer.model  # any other forward is one of several ranks
-        found = make_model(self._recipe, self._data)
-        plain = found.build() if isinstance(found, Pretrained) else found()
-        self._trainer.gather_into(plain)
-        return plain
-
-    def summarise(self, model: nn.Module) -> RunSummary:
-        """Return the summary of this run; on rank 0.
-
-        Args:
-            model: the result of `gather_model`.
-        """
+    def summarise(self) -> RunSummary:
+        """Return the summary of this run; on rank 0."""
         rows = read_rows(self._folder / METRICS)
         warm = self._steps[3:] or self._steps
         total_s = sum(step.step_s for step in warm)
@@ -334,7 +311,6 @@ class _RecipeRun:
             flops_per_s=last.get("flops_per_s"),
             mfu=last.get("mfu"),
             memory_bytes=last.get("memory_bytes"),
-            sample=self._write_sample(model),
         )
 
     def _note(self, step: Step) -> None:
@@ -370,16 +346,6 @@ class _RecipeRun:
             self._has_stopped_early = self._is_stale(self._trainer.keep_best(evaluation.loss))
         if self._reporter is not None:
             self._reporter.evaluation(self._trainer.step_number, evaluation)
-
-    def _write_sample(self, model: nn.Module) -> str | None:
-        if not isinstance(model, Decoder):
-            return None
-        seed, device = derive_seed(self._recipe.train.seed, "sample"), self._world.device
-        prompt = torch.tensor([self._data.encode("def ")], device=device)
-        with preserved_generators(device):
-            seed_generators(seed, device)
-            ids: Sequence[int] = model.generate(prompt, _SAMPLE_TOKENS, temperature=0.8)[0].tolist()
-        return self._data.decode(list(ids))
 
 
 def _is_due(step: int, every: int) -> bool:
