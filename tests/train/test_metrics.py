@@ -33,7 +33,7 @@ from paceline.train.step import Step
 from paceline.train.trainer import Trainer
 from paceline.train.update import Updated
 from tests.dist.pool import Pool
-from tests.train.test_event_file import read as read_events
+from tests.train.test_tensorboard import read as read_events
 
 CONTRACT = ["step", "loss", "grad_norm", "lr", "samples", "tokens", "step_s"]
 
