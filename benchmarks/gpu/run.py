@@ -79,7 +79,7 @@ def list_parts(args: argparse.Namespace, folder: Path) -> Iterator[Part]:
     short = ("train.eval_samples=16", "train.steps=4" if args.tiny else "train.steps=30")
     short += ("train.eval_every=4" if args.tiny else "train.eval_every=30",)
     yield Part("versions", 20, (check("versions"),))
-    pytest = (python, "-m", "pytest", "-m", "gpu", "-q", "-W", "ignore", "-p", "no:cacheprovider")
+    pytest = (python, "-m", "pytest", "-m", "gpu", "-W", "ignore", "-p", "no:cacheprovider")
     needed = ("pytest", "pytest_timeout", "hypothesis")
     can_test = all(importlib.util.find_spec(name) for name in needed)
     yield Part("tests marked gpu", 60, ((*pytest, *find_marked()),) if can_test else ())
