@@ -133,7 +133,7 @@ class TrainerLoader(Loader, Generic[Handed]):
             )
         shares = super().__iter__()
         while True:
-            self._trainer.leave_if_asked()
+            self._trainer.leave()
             started_s = time.perf_counter()
             share = next(shares, None)
             self._trainer.add_data_wait(time.perf_counter() - started_s)

@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SAME_REQUEST_S = 1.0
 # How often work between steps asks whether to stop; launchers give ranks several seconds to end.
 _CHECK_S = 1.0
-# In training, the loader and the loop itself may ask after each step, and need not wait for other ranks.
+# A loop may ask after each step, and need not wait for other ranks then.
 _USUAL_CALLS = 3
 
 

@@ -523,14 +523,18 @@ class Training(TrainedModels, Generic[Handed]):
     def leave_if_asked(self) -> None:
         """Save and raise `Stopped` if some rank was asked to stop; collective.
 
-        Call it equally often on all ranks in long work of your own between steps. Loaders call it before
-        every batch, so the checkpoint has what the loop does after a step, such as an average of weights.
+        Call it equally often on all ranks in long work of your own between steps, such as a loop over batches
+        without a step: one small all-reduce about once a second.
         """
         self.end_step()
         self.leave(self._requests.check_rest(self.step_number, self.world.device, self._mesh))
 
     def leave(self, signum: int = 0) -> None:
-        """Save and raise `Stopped` if ranks have agreed on a signal, now or in the last step; collective."""
+        """Save and raise `Stopped` if ranks have agreed on a signal, now or in the last step; collective.
+
+        Loaders call it before every batch, so the checkpoint has what the loop does after a step, such as an
+        average of weights. They do not ask: a rank may leave a loop without steps earlier than others.
+        """
         self._stop_signum = self._stop_signum or signum
         refuse_in_pass("another step")
         self.end_step()
