@@ -165,6 +165,9 @@ def report(*, writes: bool) -> None:
     over, held = [], 0
     print(f"{'case':<24}{'layouts':>8}{'turns':>6}{'ratio':>7}{'range of ratios':>17}{'pick':>7}  pick; best")
     for case, row in read_rows():
+        if not case.cluster_file.exists():
+            print(f"{case.model} {case.ranks} {case.link}: not probed")
+            continue
         model = StepModel(of_recipe(case.load()), read_file(case.cluster_file), fit)
         times = {Layout.parse(text).resolve(case.ranks): taken for text, taken in row["step_s"].items()}
         planned = {layout: model.time(layout).total for layout in times}

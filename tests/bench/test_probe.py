@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from paceline.bench import probe
 from paceline.bench.probe import ProbedClass, ProbedCluster, measure_cluster
 from paceline.cli.probe import _write, format_probe
 from paceline.errors import PacelineError
@@ -71,3 +73,21 @@ def test_real_ranks_are_measured_and_planned_for(tmp_path: Path) -> None:
     recipe = load_recipe("recipes/gpt-stdlib.toml", [])
     plan = search(of_recipe(recipe), Rules.of(recipe), read_file(path), load_constants())
     assert 1e-3 < plan.fitting[0].seconds < 10
+
+
+def test_products_have_as_many_threads_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(probe, "_measure_products", note)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match="enough"):
+            measure_cluster(None, device="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]

@@ -96,7 +96,8 @@ def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> ProbedClu
 
 def _run(device: str) -> ProbedCluster:
     begin_s = time.perf_counter()
-    with start(device=device) as world:
+    # A trainer pins its threads, too: several per core wait for each other in every product.
+    with start(device=device, threads_per_rank=1) as world:
         hosts, nodes = find_nodes() if world.world_size > 1 else (("localhost",), (0,))
         per_node = min(nodes.count(node) for node in set(nodes))
         spreads: list[float] = []
