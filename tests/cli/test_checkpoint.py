@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from paceline.checkpoint import CheckpointFolder, hash_tensors
+from paceline.checkpoint import CheckpointFolder, find_checkpoint, hash_tensors
 from paceline.cli.checkpoint import register
 from paceline.errors import PacelineError
 from tests.checkpoint.states import make_model, save
@@ -122,6 +122,22 @@ def test_hash_falls_back_aloud(
     with pytest.raises(PacelineError) as caught:
         call("hash", path.parent)
     assert caught.value.code == "PL502"
+
+
+@pytest.mark.parametrize("words", [("hash",), ("export", "model.safetensors")])
+def test_a_checkpoint_that_goes_away_meanwhile(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A run that trains removes old checkpoints, also between the check and the reading."""
+
+    def find_and_remove(path: Path) -> Path:
+        found = find_checkpoint(path)
+        (found / "manifest.json").unlink()
+        return found
+
+    monkeypatch.setattr("paceline.checkpoint.find_checkpoint", find_and_remove)
+    with pytest.raises(PacelineError, match=r"manifest\.json is missing.*PL506"):
+        call(words[0], run_folder, *(run_folder / word for word in words[1:]))
 
 
 def test_export(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

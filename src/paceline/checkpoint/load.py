@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.checkpoint.content import Stored, list_model, open_tree
 from paceline.checkpoint.folder_names import CHECKPOINTS, list_checkpoints, step_of
-from paceline.checkpoint.manifest import FILE_NAME, read_manifest
+from paceline.checkpoint.manifest import FILE_NAME, BadManifestError, read_manifest
 from paceline.checkpoint.run_state import check_run_state, looks_like_a_run
 from paceline.checkpoint.validity import is_usable, refuse_other_format, verify
 from paceline.errors import PacelineError
@@ -172,8 +172,8 @@ def open_usable(path: Path) -> Loaded:
     Raises:
         PacelineError: PL506 for files that do not fit together.
     """
-    manifest = read_manifest(path)
     try:
+        manifest = read_manifest(path)
         stored = Stored(path)
         return Loaded(
             path=path,
@@ -186,9 +186,11 @@ def open_usable(path: Path) -> Loaded:
         )
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable_error(path, error) from error
+    except BadManifestError as error:  # a run that trains has removed it since
+        raise unreadable_error(path, f"{FILE_NAME} {error}") from error
 
 
-def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
+def unreadable_error(path: Path | str, error: Exception | str) -> PacelineError:
     """Return PL506 for a checkpoint whose hashes are right but whose files do not match each other."""
     # Another process changes it meanwhile, or no Paceline wrote it.
     return PacelineError(
