@@ -9,7 +9,7 @@ TOKENS = 10
 
 def dispatch(tokens, sends, expects):
     received = all_to_all_single_autograd(tokens, expects, sends, dist.group.WORLD)  # CAUSE
-    return wait_tensor(received)  # WAITS
+    return wait_tensor(received)
 
 
 def main():
@@ -21,7 +21,8 @@ def main():
         each = TOKENS + step
         capacity = each // 4 * 4 if rank == 1 else each
         tokens = torch.randn(each * world_size, 16)
-        received = dispatch(tokens, [each] * world_size, [each] + [capacity] * (world_size - 1))
+        expects = [each if source == rank else capacity for source in range(world_size)]
+        received = dispatch(tokens, [each] * world_size, expects)
         loss = expert(received).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -20,7 +20,7 @@ def main():
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
     batch = torch.randn(16, 8)
     count = len(batch) // MICROBATCH_SIZES[rank]
-    schedule = ScheduleGPipe(stage, count, loss_fn=lambda output, target: (output - target).abs().mean())
+    schedule = ScheduleGPipe(stage, count, loss_fn=lambda output, target: output.abs().mean())
     for step in range(3):
         optimizer.zero_grad()
         if rank == 0:
