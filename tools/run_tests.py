@@ -21,7 +21,7 @@ TESTS = Path("tests")
 PARTS = (
     (
         *("launching", "cli", "verifying", "memory", "schedulers"),
-        *("profiling", "checkpoint", "models", "recipe", "bench"),
+        *("profiling", "checkpoint", "models", "recipe", "bench", "doctor", "lint", "plan", "pipeline"),
     ),
     ("watch", "parallel", "comm", "data", "dist", "torch_seams"),
     (),
