@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from paceline.own_code import describe_place
+from paceline.watch.protocol.report import Frame
+from paceline.watch.protocol.words import name_line
+
 SCRIPT = """
 import paceline
 with paceline.start():
@@ -37,3 +43,14 @@ def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
     printed = run("ValueError('torn')", tmp_path)
     assert "Traceback (most recent call last)" in printed
     assert printed.rstrip().endswith("ValueError: torn")
+
+
+def test_a_folder_that_has_gone_hides_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    inside = str(folder / "train.py")
+    assert describe_place(inside, 3, "load") == "train.py:3 in load"
+    folder.rmdir()
+    assert describe_place(inside, 3, "load") == f"{inside}:3 in load"
+    assert name_line(Frame(inside, 3, "load")) == f"{inside}:3"

@@ -32,8 +32,16 @@ def library_roots() -> tuple[str, ...]:
 
 def describe_place(path: str, line: int, function: str) -> str:
     """Return a place in a file, relative to the working folder if it is below: `train.py:31 in load`."""
-    short = os.path.relpath(path)
-    return f"{path if short.startswith('..') else short}:{line} in {function}"
+    return f"{shorten_path(path)}:{line} in {function}"
+
+
+def shorten_path(path: str) -> str:
+    """Return a path relative to the working folder if it is below, and as it is otherwise."""
+    try:
+        short = os.path.relpath(path)
+    except OSError:  # the folder has gone, which must not hide what else went wrong
+        return path
+    return path if short.startswith("..") else short
 
 
 def print_errors_alone() -> None:

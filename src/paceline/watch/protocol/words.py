@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from paceline.launching.ending.endings import name_signal
-from paceline.own_code import PACKAGE, is_own
+from paceline.own_code import PACKAGE, is_own, shorten_path
 from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Call, Frame, Group
 
@@ -118,8 +118,7 @@ _STARTERS = {"watch", "launching", "cli"}
 
 def name_line(frame: Frame) -> str:
     """Return a frame's file and line: `train.py:31`."""
-    path = os.path.relpath(frame.file)
-    path = frame.file if path.startswith("..") else path
+    path = shorten_path(frame.file)
     return f"{path}:{frame.line}" if frame.line else path
 
 
