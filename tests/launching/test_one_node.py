@@ -33,3 +33,12 @@ def test_a_crash_of_torch_under_detail_is_explained() -> None:
     assert "INFO works" in str(RankFailed(1, -11, trace))
     assert "INFO works" not in str(RankFailed(1, -11, trace.replace("_ddp_init_helper", "forward")))
     assert "INFO works" not in str(RankFailed(1, -9, trace))
+
+
+def test_a_crash_without_a_trace_is_explained_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that are ranks leave no traceback of a crash of torch."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert "INFO works" in str(RankFailed(0, -11))
+    assert "INFO works" not in str(RankFailed(0, -9))
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert "INFO works" not in str(RankFailed(0, -11))

@@ -53,7 +53,8 @@ class RankFailed(Exception):  # noqa: N818 (named after the event)
         self.trace = trace
         self.hint = hint
         self.signal_name = name_signal(status)
-        if self.signal_name == "SIGSEGV" and _DDP_STARTS in trace:
+        is_detailed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+        if self.signal_name == "SIGSEGV" and (_DDP_STARTS in trace or (is_detailed and not trace)):
             self.hint = f"{_DETAIL}\n{hint}".rstrip()
         elif _PORT_TAKEN in trace:
             self.hint = f"{_SERVES_ALONE}\n{hint}".rstrip()
@@ -98,7 +99,7 @@ _SERVES_ALONE = (
     "Rank 0 alone serves a store. If several ranks join as rank 0, let each take its number from RANK; if "
     "the script starts its own processes, use --nproc-per-node 1; else another program has the port."
 )
-_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash there with gloo; INFO works."
+_DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch crash where DDP starts with gloo; INFO works."
 
 
 def name_signal(status: int) -> str | None:
