@@ -1,4 +1,4 @@
-"""What argparse cannot do with a command's words.
+"""Adds to argparse what some commands need for their words.
 
 A command may leave out a word: `paceline plan recipe.toml` is `paceline plan layouts recipe.toml`. Another
 may pass on what follows `--`, wherever its own options stand.
