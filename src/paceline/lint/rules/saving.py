@@ -92,7 +92,8 @@ def prints_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def setting_too_late(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report a variable that is set after the library that reads it once has been loaded."""
     witness = witnesses[0]
-    if any(witness.events("threads")) or witness.spawns:
+    computes = any(witness.events("init")) or any(witness.events("backward"))
+    if any(witness.events("threads")) or witness.spawns or not computes:  # or it is for other processes
         return
     for event in witness.events("setenv"):
         if event.late and event.key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
