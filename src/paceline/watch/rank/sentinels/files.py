@@ -80,7 +80,8 @@ class Files:
         Args:
             wrapped: the names of the parameters of each DDP module.
         """
-        for path in [path for path in self.saved if path not in self._loaded][-_MANY_USES:]:
+        unread = [path for path in self.saved if path not in self._loaded] if wrapped else []
+        for path in unread[-_MANY_USES:]:
             with (
                 suppress(OSError, zipfile.BadZipFile, StopIteration, ValueError),
                 zipfile.ZipFile(path) as file,
