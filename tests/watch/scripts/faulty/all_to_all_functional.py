@@ -8,7 +8,7 @@ TOKENS = 10
 
 
 def dispatch(tokens, sends, expects):
-    received = all_to_all_single_autograd(tokens, expects, sends, dist.group.WORLD)  # CAUSE
+    received = all_to_all_single_autograd(tokens, expects, sends, dist.group.WORLD)  # WAITS CAUSE
     return wait_tensor(received)
 
 
