@@ -60,11 +60,7 @@ class SeenDevices:
 
 
 def see_devices(asked: str, backend: str | None, place: RankPlace) -> SeenDevices:
-    """Return what this rank sees.
-
-    Raises:
-        PacelineError: PL305 for an unknown device, PL324 in a fork of a process that has asked for devices.
-    """
+    """Return what this rank sees."""
     if asked not in ("auto", "cpu", "cuda"):
         raise PacelineError(
             "PL305",
@@ -134,11 +130,7 @@ def _try_to_choose(ranks: Sequence[SeenDevices]) -> dict[str, object]:
 
 
 def choose_devices(ranks: Sequence[SeenDevices]) -> list[int | None]:
-    """Return the number of the CUDA device of every rank among those that it sees; `None` for the CPU.
-
-    Raises:
-        PacelineError: PL306 without any device, PL307 for too few on a node or two ranks on one.
-    """
+    """Return the number of the CUDA device of every rank among those that it sees; `None` for the CPU."""
     wants = [seen for seen in ranks if seen.asked != "cpu"]
     if not any(seen.uuids for seen in wants):
         asks = next((seen for seen in ranks if seen.asked == "cuda"), None)
@@ -217,11 +209,7 @@ def _describe(ranks: Sequence[SeenDevices], numbers: Sequence[int | None]) -> li
 
 @contextmanager
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
-    """Use deterministic kernels only in this context.
-
-    Raises:
-        PacelineError: PL314 if cuBLAS has started without its variable.
-    """
+    """Use deterministic kernels only in this context."""
     cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
     with ExitStack() as undo:
         undo.callback(

@@ -165,9 +165,6 @@ def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
         layout: of the ranks of a mesh.
         world: all ranks.
         num_blocks: equal blocks of consecutive ranks, each of which is a mesh of its own.
-
-    Raises:
-        PacelineError: PL113 if the product of the degrees is not the number of ranks.
     """
     layout = layout.resolve(world.world_size // num_blocks)
     group = dist.group.WORLD

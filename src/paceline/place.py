@@ -64,11 +64,6 @@ def read_environment(environ: Mapping[str, str]) -> RankPlace:
     """Read the launcher's variables; torchrun's come first, then srun's, then mpirun's.
 
     Empty variables count as unset. A SLURM allocation without srun, or with one task, is a plain process.
-
-    Raises:
-        PacelineError: PL300 if only some are set, PL301 if one is not a whole number, PL302 if they
-            contradict each other, PL303 for an MPI world of several nodes without an address, PL304 for a
-            SLURM node list that cannot be parsed, PL361 and PL362 for the mistakes of batch scripts.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "RANK" in env:
@@ -150,11 +145,7 @@ def usable_cores() -> int:
 
 
 def find_first_host(hosts: str) -> str:
-    """Return the first host of a SLURM node list: a08 of `"a[08-10,12],b-01"`.
-
-    Raises:
-        PacelineError: PL304 for a list without one.
-    """
+    """Return the first host of a SLURM node list: a08 of `"a[08-10,12],b-01"`."""
     first = re.match(r"(?:[^,\[\]]|\[\d+[\d,-]*\])+(?=,|$)", hosts)
     if first is None:
         raise _bad_list(hosts)

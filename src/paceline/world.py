@@ -316,11 +316,7 @@ def start(
 
 
 def current_world() -> World:
-    """Return the newest world of `start` that is still open.
-
-    Raises:
-        PacelineError: PL315 if there is none.
-    """
+    """Return the newest world of `start` that is still open."""
     if not _current:
         raise PacelineError(
             "PL315",

@@ -90,9 +90,6 @@ def measure_collectives(
             then.
         sizes: in bytes; rounded up to a multiple of 4 bytes per rank.
         repeats: calls per cell; fewer where they take long.
-
-    Raises:
-        PacelineError: PL320 to PL326 for ranks that cannot be started.
     """
     args = (tuple(sizes), repeats)
     if num_ranks is None:

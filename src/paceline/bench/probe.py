@@ -84,9 +84,6 @@ def measure_cluster(num_ranks: int | None, *, device: str = "auto") -> ProbedClu
     Args:
         num_ranks: ranks to start; None in a process that is a rank, as all of them must be then.
         device: as for `start`.
-
-    Raises:
-        PacelineError: PL320 to PL326 for ranks that cannot be started.
     """
     if num_ranks is None:
         return _run(device)

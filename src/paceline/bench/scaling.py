@@ -106,11 +106,6 @@ def measure_scaling(
         steps: measured steps of each start.
         repeats: starts of each number of ranks.
         weak: let a recipe's global batch grow with the number of ranks, instead of sharing out the same one.
-
-    Raises:
-        PacelineError: PL620 for numbers below 1, PL621 where some numbers of ranks would run on CUDA and
-            others on the CPU, PL320 to PL326 for ranks that cannot be started, PL955 for a script that takes
-            too few steps.
     """
     check_counts(steps=steps, repeats=repeats, **{f"ranks[{i}]": n for i, n in enumerate(ranks)})
     ranks = sorted(set(ranks))

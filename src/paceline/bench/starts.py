@@ -63,9 +63,6 @@ class Measured:
             threads: of a rank.
             settings: what each of them does.
             grow: factor on a recipe's global batch.
-
-        Raises:
-            PacelineError: PL955 if some rank took too few steps.
         """
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
             folder = Path(name)
@@ -177,11 +174,7 @@ def describe_job(run: Run, threads: int) -> dict[str, Any]:
 
 
 def choose_ranks(nproc: int | None, command: str) -> tuple[int, bool]:
-    """Return how many ranks to start, 2 by default, and whether this process is a rank of another launcher.
-
-    Raises:
-        PacelineError: PL601 for a number in such a rank, PL620 for one below 1.
-    """
+    """Return how many ranks to start, 2 by default, and whether it is a rank of another launcher."""
     joins = is_launched(os.environ)
     if joins and nproc is not None:
         raise PacelineError(

@@ -117,11 +117,6 @@ def measure_overhead(job: Measured, num_ranks: int, *, steps: int = 5, repeats: 
         num_ranks: how many, 2 or more.
         steps: in a block.
         repeats: pairs of blocks.
-
-    Raises:
-        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL320 to PL326 for ranks that cannot be
-            started, PL955 for a script that takes too few steps, PL956 if it does not sum gradients by DDP,
-            `all_reduce`, a trainer or a loop.
     """
     threads = _check(job, num_ranks, steps, repeats)
     run = job.run(num_ranks, threads, TimeSettings(NUM_WARM_UP, steps, repeats, (WHOLE, ALONE)))
@@ -159,10 +154,6 @@ def measure_buckets(
         sizes: in MiB; the job's own is the first way. One at most holds all gradients.
         steps: of a start.
         repeats: starts of each size.
-
-    Raises:
-        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL957 without DDP, PL320 to PL326 for
-            ranks that cannot be started.
     """
     threads = _check(job, num_ranks, steps, repeats)
 
@@ -205,10 +196,6 @@ def measure_dp(job: Measured, num_ranks: int, *, steps: int = 20, repeats: int =
         num_ranks: ranks, and threads, 2 or more.
         steps: of a start.
         repeats: starts of each.
-
-    Raises:
-        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL957 without DDP, PL320 to PL326 for
-            ranks that cannot be started.
     """
     threads = _check(job, num_ranks, steps, repeats)
 

@@ -112,11 +112,6 @@ class CheckpointFolder:
 
         Returns:
             The save, to be used in a `with` block: left without `commit`, nothing of it stays.
-
-        Raises:
-            PacelineError: PL508 where the file system refuses, PL510 where another process is saving here,
-                PL383 where a newer start of the run has begun, PL504 where a newer Paceline's checkpoint of
-                this step is there.
         """
         assert step >= 0
         json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
@@ -133,9 +128,6 @@ class CheckpointFolder:
         Args:
             step: that is saved.
             num_bytes: about how many bytes it takes.
-
-        Raises:
-            PacelineError: PL508, PL510; PL383 if a newer start has ended the save.
         """
         try:
             yield
@@ -146,11 +138,7 @@ class CheckpointFolder:
             raise save_failed_error(step, self.path, num_bytes, error) from error
 
     def refuse_older(self) -> None:
-        """Raise if a newer start of the run has begun; call it behind making a temporary folder.
-
-        Raises:
-            PacelineError: PL383.
-        """
+        """Raise if a newer start of the run has begun; call it behind making a temporary folder."""
         newest = 0 if self.generation is None else newest_generation(self.path.parent)
         if self.generation is not None and newest > self.generation:
             raise PacelineError(

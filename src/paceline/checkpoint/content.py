@@ -102,9 +102,6 @@ def prepare_whole(
         optimizer: a tree, usually of the optimizer's state by name.
         state: a tree (`tree.py`) of everything else that the run needs to go on.
         recipe_toml: the resolved recipe, if any.
-
-    Raises:
-        PacelineError: PL507, with the path to what cannot be stored.
     """
     for name, tensor in model.items():
         refuse_unstorable(f"{MODEL}.{name}", tensor)

@@ -32,10 +32,6 @@ def export_model(
 
     Returns:
         The file's size in bytes.
-
-    Raises:
-        PacelineError: PL513 where `out` exists, PL514 where there is no such average, PL508 where it cannot
-            be written.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():

@@ -88,9 +88,6 @@ def find_checkpoint(path: str | Path) -> Path:
 
     Args:
         path: a checkpoint's folder, a run's, or the `checkpoints` in that.
-
-    Raises:
-        PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for another format.
     """
     found = list_at(path)
     if found == [Path(path)]:
@@ -100,11 +97,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def find_best(path: str | Path) -> Path:
-    """Return a run's checkpoint of the lowest value that `keep_best` was given.
-
-    Raises:
-        PacelineError: as `find_checkpoint`; PL514 if the run has not kept it.
-    """
+    """Return a run's checkpoint of the lowest value that `keep_best` was given."""
     newest = find_checkpoint(path)
     best = open_usable(newest).state["counters"].get("best")
     found = None if best is None else list_checkpoints(newest.parent).get(best[0])
@@ -120,11 +113,7 @@ def find_best(path: str | Path) -> Path:
 
 
 def list_at(path: str | Path) -> list[Path]:
-    """Return all checkpoints that a path means, valid or not, by rising step: itself, or those of a run.
-
-    Raises:
-        PacelineError: PL514 where there is none.
-    """
+    """Return all checkpoints that a path means, valid or not, by rising step: itself, or those of a run."""
     path = Path(path)
     try:
         if (path / FILE_NAME).exists() or (step_of(path) is not None and path.is_dir()):
@@ -157,7 +146,6 @@ def list_trained(path: Path) -> set[str]:
     """Return the names of the trained tensors of a run's checkpoint, after checking its state.
 
     Raises:
-        PacelineError: PL506.
         BadStateError: see `check_run_state`.
     """
     found = open_usable(path)
@@ -167,11 +155,7 @@ def list_trained(path: Path) -> set[str]:
 
 
 def open_usable(path: Path) -> Loaded:
-    """Open a checkpoint that `verify` has just found usable, its tensors unread (`StoredTensor`).
-
-    Raises:
-        PacelineError: PL506 for files that do not fit together.
-    """
+    """Open a checkpoint that `verify` has just found usable, its tensors unread (`StoredTensor`)."""
     try:
         manifest = read_manifest(path)
         stored = Stored(path)

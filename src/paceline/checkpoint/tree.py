@@ -53,9 +53,6 @@ def encode(
         tree: the state; its tensors are referred to, not copied (numpy arrays are copied).
         root: what the tree is called in messages, for example `"state"`.
         find_tensor: for trees in which other objects stand for tensors.
-
-    Raises:
-        PacelineError: PL507 for something that cannot be stored, with the path to it.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(tree, "", 0, _Encoding(root, find_tensor, tensors)), tensors

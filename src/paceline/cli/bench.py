@@ -111,11 +111,7 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `paceline bench BENCHMARK`, and return 0.
-
-    Raises:
-        PacelineError: for a recipe, numbers or a machine that do not allow it.
-    """
+    """Carry out `paceline bench BENCHMARK`, and return 0."""
     from paceline.bench.starts import Measured
     from paceline.recipe import load_recipe
 

@@ -46,11 +46,7 @@ def add_collectives(kinds: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `paceline bench collectives`; return 0.
-
-    Raises:
-        PacelineError: for sizes or ranks that do not allow it.
-    """
+    """Carry out `paceline bench collectives`; return 0."""
     from paceline.bench.collectives import SIZES, measure_collectives
     from paceline.bench.starts import check_counts, choose_ranks, refuse_one_rank
     from paceline.place import read_environment
@@ -66,11 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the sizes of `64,4KB,1MB` in bytes, ascending.
-
-    Raises:
-        PacelineError: PL953.
-    """
+    """Return the sizes of `64,4KB,1MB` in bytes, ascending."""
     sizes = set()
     for word in text.split(","):
         found = re.fullmatch(r"(\d+)\s*(|B|KB|MB|GB)", word.strip().upper())

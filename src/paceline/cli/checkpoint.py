@@ -70,9 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if `show` or `verify` found a problem.
-
-    Raises:
-        PacelineError: for a path without a (valid) checkpoint, or an export that cannot be written.
     """
     actions = {"show": _show, "verify": _verify, "hash": _hash, "export": _export}
     return actions[args.action](args)

@@ -20,11 +20,7 @@ def add_grace_flag(parser: argparse._ActionsContainer) -> None:
 
 
 def announce_grace(args: argparse.Namespace) -> None:
-    """Put `--grace-s` into the environment, where launchers and ranks read it.
-
-    Raises:
-        PacelineError: PL366 for less than a second.
-    """
+    """Put `--grace-s` into the environment, where launchers and ranks read it."""
     if args.grace_s is None:
         return
     if not args.grace_s >= 1:

@@ -23,9 +23,6 @@ def check_memory(recipe: Recipe, layouts: Sequence[Layout]) -> None:
     Args:
         recipe: what is trained.
         layouts: resolved; each of them is to run on this machine by itself.
-
-    Raises:
-        PacelineError: PL125.
     """
     data = recipe.data
     is_unknown = isinstance(data, TextData | MaskedTextData) and count_vocab(data) is None

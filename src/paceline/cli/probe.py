@@ -35,12 +35,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the file, and print what was found; return 0.
-
-    Raises:
-        PacelineError: PL601 for --nproc in a rank, PL620 for a number below 1, PL937 if the file cannot be
-            written.
-    """
+    """Measure, write the file, and print what was found; return 0."""
     from paceline.bench.probe import measure_cluster
     from paceline.bench.starts import choose_ranks
     from paceline.place import read_environment

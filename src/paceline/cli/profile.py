@@ -79,11 +79,7 @@ def _add_recording_flags(ours: argparse._ActionsContainer) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read and report; return 1 if something costs time that can be saved.
-
-    Raises:
-        PacelineError: PL900 to PL904 for traces that cannot be read or compared.
-    """
+    """Read and report; return 1 if something costs time that can be saved."""
     from paceline.cli.profiling import report_on
 
     text, table, has_findings = report_on(args.traces)
@@ -92,11 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_script(args: argparse.Namespace) -> int:
-    """Run a script while recording it, and report; return the script's exit code.
-
-    Raises:
-        PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used.
-    """
+    """Run a script while recording it, and report; return the script's exit code."""
     from paceline.cli.profiling import check_steps
     from paceline.cli.run import run as run_ranks
 

@@ -30,12 +30,7 @@ def add_profile_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def request_recording(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what the launcher asks its ranks for, if the flags ask for a recording.
-
-    Raises:
-        PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL901 without
-            msgspec, which the report needs.
-    """
+    """Return what the launcher asks its ranks for, if the flags ask for a recording."""
     if args.profile is None:
         return None
     if args.no_watch:
@@ -108,12 +103,7 @@ def describe_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
-    """Return the report on what was recorded last, for people and for programs, and whether it has findings.
-
-    Raises:
-        PacelineError: PL907 if there is no trace, PL924 if a rank could not record, and as
-            `analyse`.
-    """
+    """Return the report on the last recording, for people and for programs, and whether it has findings."""
     from paceline.profiling.launcher import FAILURES, PATTERN
     from paceline.profiling.rank.recorder import failure_error
 
@@ -136,9 +126,6 @@ def report_on(paths: Sequence[Path]) -> tuple[str, dict[str, Any], bool]:
 
     Args:
         paths: files or folders of traces.
-
-    Raises:
-        PacelineError: as `read_traces` and `analyse`.
     """
     from paceline.cli.profile_report import as_table as tabulate
     from paceline.cli.profile_report import describe_profile

@@ -69,9 +69,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 if all layouts match one process, 1 if one differs, 2 if one cannot be laid out.
-
-    Raises:
-        PacelineError: for a recipe, layouts or numbers that cannot be; PL720 to PL722.
     """
 
     def show(result: LayoutResult) -> None:
@@ -136,12 +133,7 @@ def _read_function(args: argparse.Namespace) -> tuple[Subject, Asked]:
 
 
 def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
-    """Return the layouts that the command line names.
-
-    Raises:
-        PacelineError: PL720 for flags that do not go together, PL110 to PL118 for a layout that is no
-            layout, and whatever keeps one from working for this recipe.
-    """
+    """Return the layouts that the command line names."""
     if args.nproc is not None and args.nproc < 1:
         raise _flags_error(f"--nproc {args.nproc}.", "The number of ranks is a whole number of at least 1.")
     if args.all:

@@ -45,9 +45,6 @@ def build_watcher(args: argparse.Namespace, request: dict[str, Any] | None) -> W
     Args:
         args: the flags.
         request: what each rank is asked for before its script's first line.
-
-    Raises:
-        PacelineError: PL349 for an invalid time.
     """
     if not args.hang_after > 0:
         raise PacelineError(

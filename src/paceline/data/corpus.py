@@ -61,10 +61,6 @@ def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
     Args:
         patterns: paths, globs (`**` matches any depth, `~` is the home folder), a folder's path
             stands for nothing, or `"python-stdlib"`.
-
-    Raises:
-        PacelineError: PL200 where a pattern matches no file, PL201 if a file or folder cannot be read,
-            PL213 where a pattern matches what is no file.
     """
     found: dict[Path, TextFile] = {}
     for pattern in patterns:
@@ -236,9 +232,6 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> CorpusSplit
     Each one that still fits is held out whole. If more than half of the share is still missing then (one
     file, or a few big ones), the rest is the end of the first file that did not fit, cut after a nearby line
     end if there is one.
-
-    Raises:
-        PacelineError: PL201 where the file to cut cannot be read.
     """
     target = int(valid_fraction * sum(file.size_bytes for file in files))
     missing = target

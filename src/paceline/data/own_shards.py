@@ -22,11 +22,7 @@ last whether samples are alike, and their digest."""
 def count_own_samples(
     global_batch_size: int, microbatch_size: int, world_size: int, *, rank: int, num_slots: int | None
 ) -> int:
-    """Return the number of samples that a rank draws from its own data for a full global batch.
-
-    Raises:
-        PacelineError: PL251 if that is none, or if gradients are compressed by slots.
-    """
+    """Return the number of samples that a rank draws from its own data for a full global batch."""
     cuts = split_microbatches(global_batch_size, microbatch_size)
     if len(cuts) < world_size or num_slots is not None:
         saw = f"{len(cuts)} microbatches of {microbatch_size} for {world_size} data ranks"

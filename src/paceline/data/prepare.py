@@ -43,9 +43,6 @@ def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | None:
 
     Cheap if the cache exists (one stat per file), else one pass over the text. Any number of processes may
     call it at once. Data of the user's own give None: only ranks build these.
-
-    Raises:
-        PacelineError: PL200 to PL209, PL213 and PL214, see `codes/PL200-data.md`.
     """
     section = recipe.data
     prepared: PreparedText | PreparedDigits

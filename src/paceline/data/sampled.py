@@ -25,9 +25,6 @@ class Sampled(Dataset[Any]):
     Attributes:
         num_samples, num_batches: of the first epoch; `None` batches if the loader cuts them.
         largest: samples of its largest batch.
-
-    Raises:
-        PacelineError: PL648 if the order of an epoch cannot be drawn again.
     """
 
     def __init__(self, dataset: Any, sampler: Any, seed: int, *, is_cut: bool) -> None:

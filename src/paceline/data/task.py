@@ -43,11 +43,7 @@ class TaskData:
 
 
 def build_data(recipe: Recipe) -> TaskData:
-    """Return the recipe's data, checked, with its caches built; any number of ranks may call it at once.
-
-    Raises:
-        PacelineError: PL200 to PL209, see `prepare_data`; PL837 for the function of `kind = "own"`.
-    """
+    """Return the recipe's data, checked, with its caches built; any number of ranks may call it at once."""
     data, size = _build(recipe), recipe.train.overfit_batches * recipe.train.global_batch_size
     if 0 < size < len(data.train):  # type: ignore[arg-type]
         data = replace(data, train=Subset(data.train, range(size)))

@@ -99,11 +99,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: Path) -> FileTokenizer:
-    """Return the tokenizer in a file.
-
-    Raises:
-        PacelineError: PL203 where it is missing, unreadable or not a tokenizer.
-    """
+    """Return the tokenizer in a file."""
     try:
         definition = read_file(path).decode()
         tokenizer = FileTokenizer(definition)
@@ -127,9 +123,6 @@ def load_tokenizer(path: Path) -> FileTokenizer:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """Return a byte-level BPE trained on `texts`; the same texts give the same tokenizer.
-
-    Raises:
-        PacelineError: PL206 where the texts do not hold enough pairs for `vocab_size` tokens.
 
     Source: Sennrich et al. 2016, section 3.2; Radford et al. 2019, section 2.2 (on bytes).
     """
@@ -163,9 +156,6 @@ def fingerprint_tokenizer(name: str, vocab_size: int | None) -> str:
     Args:
         name: the recipe's `data.tokenizer`.
         vocab_size: the recipe's `data.vocab_size`.
-
-    Raises:
-        PacelineError: PL203 for a file that cannot be loaded.
     """
     if name == "bytes":
         return "bytes"

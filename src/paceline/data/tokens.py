@@ -92,11 +92,6 @@ def build_corpus(split: CorpusSplit, tokenizer: str, vocab_size: int | None, cac
         tokenizer: the recipe's `data.tokenizer`.
         vocab_size: the recipe's `data.vocab_size`.
         cache_dir: where token files are kept.
-
-    Raises:
-        PacelineError: PL201 a file cannot be read, PL203 no tokenizer there, PL204 the cache folder
-            cannot be written, PL205 no space left, PL206 too little text for the vocabulary, PL209 a
-            file changed while it was read.
     """
     key = _key(split, fingerprint_tokenizer(tokenizer, vocab_size))
     folder = cache_dir / key

@@ -58,10 +58,6 @@ def export_folder(
 
     Returns:
         The size of the weights in bytes.
-
-    Raises:
-        PacelineError: PL737 for the source, PL739 if the checkpoint is not of the configured model; PL508,
-            PL513, PL514 as for `export_model`.
     """
     if out.exists() or out.is_symlink():
         raise exists_error(out)

@@ -146,9 +146,6 @@ def match(
         weights: under the model's names.
         model: its structure.
         new: patterns of names that the folder need not have.
-
-    Raises:
-        PacelineError: PL738 for a tensor that is missing, or has another shape.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)

@@ -70,7 +70,6 @@ def run_script(
         watcher: the watcher of the ranks; it sees a program, or another Python, only from outside.
 
     Raises:
-        PacelineError: PL340 to PL348 and PL361 to PL363, if the ranks cannot be started.
         RankFailed: if a rank failed.
         JobStuck: if the watcher has found that the ranks cannot continue.
         Interrupted: if the job was asked to stop.

@@ -55,7 +55,6 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         PumpLost: if the pump has died, so that the ranks' output is lost.
         JobStuck: if the watcher has found that the ranks cannot continue.
         RankFailed: if a rank failed; for the first one that did not only lose its peer.
-        PacelineError: the error that this rank raised; or PL344 if a script's ranks could not be started.
         Interrupted: if a script was asked to stop, or its ranks exited with the code for that.
         SystemExit: if a function was asked to stop, or its ranks stopped as if they had been.
         OSError: if the limit of open files is too low.

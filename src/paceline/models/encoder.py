@@ -65,9 +65,6 @@ class Encoder(nn.Module):
 
         Returns:
             [batch, seq_len, vocab_size].
-
-        Raises:
-            PacelineError: PL220 for a longer sequence.
         """
         check_seq_len(ids, self.max_seq_len)
         places = torch.arange(ids.shape[1], device=ids.device)

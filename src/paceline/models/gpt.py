@@ -58,11 +58,7 @@ class Decoder(nn.Module):
         return GptBlock(self.section)
 
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of the first block [batch, seq_len, hidden], and the cosines and sines.
-
-        Raises:
-            PacelineError: PL220 for a sequence longer than `max_seq_len`.
-        """
+        """Return the input of the first block [batch, seq_len, hidden], and the cosines and sines."""
         check_seq_len(ids, self.max_seq_len)
         x = F.dropout(self.embed_tokens(ids), self.section.dropout, self.training)
         return x, *self.rotary(ids.shape[1])
@@ -92,9 +88,6 @@ class Gpt(Decoder):
 
         Returns:
             [batch, seq_len, vocab_size].
-
-        Raises:
-            PacelineError: PL220 for a longer sequence.
         """
         x, cos, sin = self.embed(ids)
         for layer in self.layers:

@@ -66,9 +66,6 @@ class MoeGpt(Decoder):
 
         Args:
             ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
-
-        Raises:
-            PacelineError: PL220 for a longer sequence.
         """
         x, cos, sin = self.embed(ids)
         balance = fullest = torch.zeros((), device=ids.device)

@@ -46,9 +46,6 @@ class Compression:
     Args:
         settings: of the run.
         model: its parameters to train.
-
-    Raises:
-        PacelineError: PL961 for parameters that are not fp32.
     """
 
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
@@ -71,9 +68,6 @@ class Compression:
         Args:
             num_owned: per rank, the number of microbatches that it computes.
             rank: the rank.
-
-        Raises:
-            PacelineError: PL963 if the ranks' microbatches are not those of their slots.
         """
         num_slots, num_ranks = self.settings.slots, len(num_owned)
         expected = count_owned(sum(num_owned), num_ranks, num_slots)

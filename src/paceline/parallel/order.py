@@ -124,12 +124,6 @@ def parallelize(
         settings: how the model is laid out.
         device: the device of the laid-out model.
         construction: the source of the values of a model on the meta device.
-
-    Raises:
-        PacelineError: PL420 with nothing to train, PL422 for `nn.SyncBatchNorm`, PL425 for sparse
-            gradients, PL440 to PL448 for models that cannot be sharded, PL460 to PL464 and
-            PL143 for models that tp and recompute cannot handle, PL630 to PL640 for sequences that cp cannot
-            divide, PL655 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)
     check_dense(model)

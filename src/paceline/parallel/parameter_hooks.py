@@ -49,9 +49,6 @@ def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
     Args:
         named: parameters by full name.
-
-    Raises:
-        PacelineError: PL434, with the parameters' names.
     """
     found = [name for name, each in named if has_hooks(each) or read_accumulate_hooks(each)]
     if found:

@@ -144,12 +144,7 @@ def _changed_error(saw: str) -> PacelineError:
 
 @contextmanager
 def explaining_recompute() -> Iterator[None]:
-    """Explain torch's errors about repeated forwards inside the context, in which backward runs.
-
-    Raises:
-        PacelineError: PL438 for a kept result that was changed in place, PL439 for a second forward that
-            computes something else than the first.
-    """
+    """Explain torch's errors about repeated forwards inside the context, in which backward runs."""
     try:
         yield
     except RuntimeError as error:

@@ -37,9 +37,6 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
         num_ranks: of the pipeline, at least 1.
         num_microbatches: of a step, at least 1.
         chunks: stages per rank; default: 2 for the orders that need several, else 1.
-
-    Raises:
-        PacelineError: PL474 for an unknown name, PL475 for numbers that the order is not made for.
     """
     if name not in NAMES:
         raise PacelineError(

@@ -231,9 +231,6 @@ def analyse(traces: Sequence[RankTrace]) -> Profile:
 
     Args:
         traces: of all ranks.
-
-    Raises:
-        PacelineError: PL903 if no step is in all traces, PL904 if their collectives contradict each other.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
     numbers = _find_common(traces)

@@ -141,11 +141,7 @@ def trace_error(path: Path, reason: str) -> PacelineError:
 
 
 def read_trace_file(path: Path) -> TraceFile:
-    """Return the events of a file.
-
-    Raises:
-        PacelineError: PL900 if the file is no trace, PL901 if msgspec is missing.
-    """
+    """Return the events of a file."""
     msgspec = import_msgspec()
     events_type, file_type = _define_structs()
     try:

@@ -15,11 +15,7 @@ FAILURES = "rank-*.failed"
 
 
 def prepare_folder(path: Path) -> Path:
-    """Return the absolute path of a new or empty folder for traces.
-
-    Raises:
-        PacelineError: PL906 if it cannot be made, or has traces.
-    """
+    """Return the absolute path of a new or empty folder for traces."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         found = sorted((*path.glob(PATTERN), *path.glob(FAILURES)))

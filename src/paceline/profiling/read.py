@@ -29,10 +29,6 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
 
     Args:
         paths: files, or folders of files that end in .json or .json.gz.
-
-    Raises:
-        PacelineError: PL900 if a file is no trace, PL901 if msgspec is missing, PL902 if two are of one rank,
-            PL904 if their clocks contradict their collectives.
     """
     files = [path for given in paths for path in _list_files(given)]
     found: dict[int, tuple[Path, RankTrace]] = {}
@@ -81,9 +77,6 @@ def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
     The collectives bound by how much clocks differ. Those of two machines are moved to the middle of these
     bounds. If a file names no machine, they are moved only where the collectives contradict equal clocks.
-
-    Raises:
-        PacelineError: PL904 if no offset of the clocks fits all collectives.
     """
     first, aligned = traces[0], [traces[0]]
     for trace in traces[1:]:

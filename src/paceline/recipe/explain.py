@@ -58,11 +58,7 @@ def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[Pacel
 def validate_section(
     name: str, section: type[SectionT], given: SectionT | Mapping[str, Any] | None
 ) -> SectionT:
-    """Return one validated section by itself, such as the `ddp` argument of a trainer; `None`: the default.
-
-    Raises:
-        PacelineError: the first thing that is wrong with it.
-    """
+    """Return one validated section by itself, such as `ddp` of a trainer; `None`: the default."""
     if isinstance(given, section):
         return given
     try:

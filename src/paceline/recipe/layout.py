@@ -273,9 +273,6 @@ class Layout(Degrees):
 
         If one rank is left for an open `dp_shard`, `zero` and `offload` have nothing to work on and return to
         their defaults.
-
-        Raises:
-            PacelineError: PL113 where the degrees do not multiply to `world_size`.
         """
         axis = self.open_axis
         if axis is None and self.num_ranks == world_size:

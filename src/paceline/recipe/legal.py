@@ -85,11 +85,7 @@ class Rules:
         return found + list(settings_wait_for_layouts(layout, self.run, resolved, run))
 
     def settle(self, layout: Layout, world_size: int) -> tuple[Layout, RunFacts]:
-        """Return the layout with all degrees known, and the run without settings that wait for more ranks.
-
-        Raises:
-            PacelineError: PL113 where the degrees do not multiply to `world_size`.
-        """
+        """Return the layout with all degrees known, and the run without settings that wait for more ranks."""
         resolved = layout.resolve(world_size)
         return resolved, self._drop_waiting(layout, resolved)
 
@@ -172,7 +168,6 @@ def settle_recipe(recipe: Recipe, world_size: int) -> Settled:
     """Fill in the layout of a recipe on a number of ranks; the same on every rank.
 
     Raises:
-        PacelineError: PL126 for too many ranks.
         LayoutErrors: if the layout is not legal on them, with all reasons.
     """
     asked, rules = recipe.layout.to_layout(), Rules.of(recipe)

@@ -54,11 +54,7 @@ def spell_out(table: dict[str, Any]) -> None:
 
 
 def call_named(table: str, build: str, args: dict[str, Any], *more: Any) -> Any:
-    """Return the result of the function that a recipe's table names.
-
-    Raises:
-        PacelineError: PL837 if there is none, or it raises.
-    """
+    """Return the result of the function that a recipe's table names."""
     try:
         function = find_named(build)
     except LookupError as error:

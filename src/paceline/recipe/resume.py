@@ -25,9 +25,6 @@ def check_accepted(accept: Sequence[str], *recipes: Recipe) -> None:
     Args:
         accept: keys, or sections, which stand for all of their keys.
         recipes: whose keys may be named.
-
-    Raises:
-        PacelineError: PL517 for a key that no recipe has, or that cannot be accepted.
     """
     keys = {key for recipe in recipes for key in _flatten(recipe)}
     known = keys | {_section(key) for key in keys}
@@ -90,10 +87,6 @@ def check_resumable(old: Recipe, new: Recipe, *, where: str, accept: Sequence[st
         new: the recipe that resumes it.
         where: the run's folder, for the message.
         accept: keys or sections that may differ, as for `check_accepted`.
-
-    Raises:
-        PacelineError: PL530, with every difference that is not in `RESUMABLE` and not accepted; PL517 for
-            unknown keys in `accept`.
     """
     check_accepted(accept, old, new)
     refused = {

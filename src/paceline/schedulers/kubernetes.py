@@ -79,20 +79,12 @@ class KubernetesJob(ClusterJob):
 
 
 def render_kubernetes(job: KubernetesJob) -> str:
-    """Return the job's YAML.
-
-    Raises:
-        PacelineError: PL366 for the grace, PL369 for a name or size that Kubernetes does not accept.
-    """
+    """Return the job's YAML."""
     return f"# {MARK} kubernetes`.\n" + dump_yaml(build_documents(job))
 
 
 def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
-    """Return the job's objects.
-
-    Raises:
-        PacelineError: as `render_kubernetes`.
-    """
+    """Return the job's objects."""
     _check(job)
     meta: dict[str, Any] = {"name": job.name, "labels": {_LABEL: job.name}}
     queued = meta

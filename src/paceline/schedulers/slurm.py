@@ -38,11 +38,7 @@ class SlurmJob(ClusterJob):
 
 
 def render_slurm(job: SlurmJob) -> str:
-    """Return the batch script.
-
-    Raises:
-        PacelineError: PL366 for times, PL370 for a value with a line break.
-    """
+    """Return the batch script."""
     leave_s = check_grace(job.grace_s, read_time_s(job.time))
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _list_options(job))]
     wide = max(len(line) for line in lines if line.partition("=")[0] in _WHY)

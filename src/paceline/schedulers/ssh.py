@@ -41,11 +41,7 @@ class SshJob:
 
 
 def read_hosts(text: str) -> tuple[list[str], int | None]:
-    """Read a host file, or names with commas between; return the hosts and the ranks of each, if told.
-
-    Raises:
-        PacelineError: PL847.
-    """
+    """Read a host file, or names with commas between; return the hosts and the ranks of each, if told."""
     lines = text.split(",")
     if Path(text).is_file():
         lines = read_file(Path(text), _MOST_BYTES).decode("utf-8", errors="replace").splitlines()

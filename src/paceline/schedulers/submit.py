@@ -17,11 +17,7 @@ _INSTALL = {
 
 
 def write_rendered(path: Path, text: str, mark: str) -> None:
-    """Write a file, in place of an older one only if that has the mark of a rendered file too.
-
-    Raises:
-        PacelineError: PL371.
-    """
+    """Write a file, in place of an older one only if that has the mark of a rendered file too."""
     try:
         if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
             raise PacelineError(
@@ -43,11 +39,7 @@ def write_rendered(path: Path, text: str, mark: str) -> None:
 
 
 def submit(program: str, args: list[str], path: Path) -> str:
-    """Run `program ARGS... PATH`, and return what it printed.
-
-    Raises:
-        PacelineError: PL367 if the program is missing, PL368 if it refuses.
-    """
+    """Run `program ARGS... PATH`, and return what it printed."""
     if shutil.which(program) is None:
         raise PacelineError(
             "PL367",

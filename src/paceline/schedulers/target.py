@@ -127,11 +127,7 @@ class Target:
 
 
 def read_nodes(text: str, flag: str = "--nodes") -> Nodes:
-    """Read `N` or `MIN:MAX`.
-
-    Raises:
-        PacelineError: PL365.
-    """
+    """Read `N` or `MIN:MAX`."""
     found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if found is not None:
         nodes = Nodes(int(found[1]), int(found[2] or found[1]))

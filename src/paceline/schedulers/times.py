@@ -18,11 +18,7 @@ _FORM = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
 def read_time_s(text: str) -> int:
-    """Return the seconds of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
-
-    Raises:
-        PacelineError: PL366.
-    """
+    """Return the seconds of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     found = _FORM.fullmatch(text)
     total_s = 0
     if found is not None:
@@ -48,9 +44,6 @@ def check_grace(grace_s: int, limit_s: int | None) -> int:
     Args:
         grace_s: seconds between the warning and the end of the job.
         limit_s: the time limit in seconds, or `None`.
-
-    Raises:
-        PacelineError: PL366.
     """
     if not _LEAST_LEAD_S <= grace_s <= _MOST_LEAD_S or (
         limit_s is not None and grace_s + _EARLY_S >= limit_s

@@ -45,11 +45,7 @@ def find_missing(names: Iterable[TorchName]) -> list[TorchName]:
 
 
 def require(topic: str) -> None:
-    """Check that the installed torch has all names in one part of the table that have no fallback.
-
-    Raises:
-        PacelineError: PL396 with the version and every missing name.
-    """
+    """Check that the installed torch has all names in one part of the table that have no fallback."""
     missing = find_missing(name for name in NAMES[topic] if not name.fallback)
     if missing:
         raise missing_names_error([f"{' or '.join(name.paths)} ({name.use})" for name in missing])
@@ -57,21 +53,13 @@ def require(topic: str) -> None:
 
 @contextmanager
 def checked(topic: str) -> Iterator[None]:
-    """Check names before the imports inside the context, which would raise an ImportError for a missing one.
-
-    Raises:
-        PacelineError: PL396, as `require` does.
-    """
+    """Check names before the imports inside the context, which would raise an ImportError for one."""
     require(topic)
     yield
 
 
 def set_existing(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a torch object; it must exist already, because torch would not read a new one.
-
-    Raises:
-        PacelineError: PL396 if there is none.
-    """
+    """Set an attribute of a torch object; it must exist already, because torch would not read a new one."""
     if not hasattr(owner, name):
         kind = owner if isinstance(owner, type) else type(owner)
         raise missing_names_error([f"{kind.__module__}.{kind.__qualname__}.{name}"])

@@ -180,9 +180,6 @@ class Agreement:
 
         Returns:
             The agreed values, and the value of `extra` (0 if there is none).
-
-        Raises:
-            PacelineError: PL430 if ranks are at different positions, PL443 if they ran different blocks.
         """
         if self._work is not None:
             self._work.wait()

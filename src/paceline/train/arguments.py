@@ -126,11 +126,7 @@ class Arguments:
         return Layout.parse(self.layout) if isinstance(self.layout, str) else self.layout
 
     def check_together(self, layout: Layout) -> None:
-        """Raise if arguments contradict each other.
-
-        Raises:
-            PacelineError: PL415, PL423, PL426, PL516, PL958 to PL960.
-        """
+        """Raise if arguments contradict each other."""
         self.choose_compression(layout)
         check_loss_over(self.loss_over, has_step=self.step is not None, has_metrics=bool(self.metrics))
         check_reduction(

@@ -74,11 +74,7 @@ class AsBuilt:
         return sorted(self._frozen)
 
     def check(self) -> None:
-        """Find changes; called before each step.
-
-        Raises:
-            PacelineError: PL390 or PL393 for a change that is not followed, PL434 for hooks on parameters.
-        """
+        """Find changes; called before each step."""
         seen = self._read()
         if seen == self._seen:
             return

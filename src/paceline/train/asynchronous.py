@@ -276,11 +276,7 @@ def refusal(what: str, reason: str) -> PacelineError:
 
 
 def read_updates(path: Path, recipe: Recipe) -> list[UpdateRow]:
-    """Return the updates of a record in a run's folder.
-
-    Raises:
-        PacelineError: PL678 for another file, PL530 for a record of another recipe.
-    """
+    """Return the updates of a record in a run's folder."""
     if not path.exists() or not (path.parent / RECIPE).exists():
         raise record_error(f"{path} or the {RECIPE} beside it does not exist.")
     check_resumable(load_recipe(path.parent / RECIPE), recipe, where=str(path.parent))
@@ -300,9 +296,6 @@ def find_oldest(rows: Sequence[UpdateRow], *, step: int, batch: int) -> list[int
         rows: to replay.
         step: the number of updates so far.
         batch: number of the next global batch.
-
-    Raises:
-        PacelineError: PL678 if they do not follow on these, or need weights from before.
     """
     if not rows:
         raise record_error(f"the record ends after update {step}.")

@@ -32,11 +32,7 @@ _TOO_PLAIN = 0
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first dimension of the first tensor in a nest of tensors.
-
-    Raises:
-        PacelineError: PL409 if no tensor has a first dimension.
-    """
+    """Return the length of the first dimension of the first tensor in a nest of tensors."""
     learn_mapping(batch)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -59,9 +55,6 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
         loss: the result of the loss function.
         batch: the microbatch that it was computed on.
         by: the function that returned it, for the message.
-
-    Raises:
-        PacelineError: PL410 for anything else, including a loss that is not a scalar.
     """
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], (Tensor, int, float)):
         total, weight = loss
@@ -106,9 +99,6 @@ class RankRows:
 
         Args:
             row: numbers; the last ones are whether the samples are alike, and their digest.
-
-        Raises:
-            PacelineError: PL419 for the same samples on data ranks, PL668 for others on the ranks of one.
         """
         if self._dp is None:
             return [list(row)]

@@ -35,10 +35,6 @@ def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EV
     Args:
         folder: the run's folder, or one to be made.
         written: the files that the run is going to replace.
-
-    Raises:
-        PacelineError: PL520 if the folder is not a run's and has such files, PL521 if one of a run's names
-            is not the kind of file or folder that a run makes, PL532 if the folder cannot be read.
     """
     try:
         _check(folder, written)

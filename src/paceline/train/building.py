@@ -205,9 +205,6 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         settings: the layout, resolved, and what goes with it.
         precision: dtype and device.
         world_size: ranks.
-
-    Raises:
-        RecipeErrors: one problem for each rule that is broken, and the nearest layouts that work.
     """
     blocks = [name for name, _ in find_blocks(built.model) if name]
     model = ModelFacts(
@@ -292,9 +289,6 @@ def check_functions(
     Args:
         names: the named models, or `None` for one model.
         step, forward, loss, optimizer, metrics: as given to `Trainer`.
-
-    Raises:
-        PacelineError: PL404, PL406.
     """
     several = names is not None
     if several and (step is None or forward is not None or loss is not None or metrics):

@@ -18,9 +18,6 @@ def choose_compression(
         layout: resolved.
         reduction: as given.
         has_comm_hook: whether a communication hook is given.
-
-    Raises:
-        PacelineError: PL958 to PL960.
     """
     if section.kind == "none":
         return None

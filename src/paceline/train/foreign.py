@@ -24,9 +24,6 @@ def open_models(model: Any, compiles: bool) -> tuple[Any, bool]:
 
     Returns:
         The models, and whether to compile them after they are laid out.
-
-    Raises:
-        PacelineError: PL929 for a model that another tool has laid out.
     """
     if isinstance(model, Mapping):
         opened = {name: open_models(each, compiles) for name, each in model.items()}

@@ -44,11 +44,7 @@ class IslandRanks:
         return range(self.block * per_block, (self.block + 1) * per_block)
 
     def cut(self, share: Share) -> list[Share]:
-        """Return this rank's microbatches of each own island; microbatches are numbered within an island.
-
-        Raises:
-            PacelineError: PL672 if the islands would get different numbers of microbatches, or none.
-        """
+        """Return this rank's microbatches of each own island; microbatches are numbered within an island."""
         count, num_microbatches = self.section.count, share.num_microbatches
         if error := share_error(count, num_microbatches):
             error.on_every_rank = True
@@ -97,9 +93,6 @@ def place_islands(given: Arguments, layout: Layout, rank: int) -> IslandRanks | 
         given: the arguments.
         layout: resolved.
         rank: this one.
-
-    Raises:
-        PacelineError: PL670 for a layout that they do not fit, PL671 for other arguments.
     """
     section = given.islands_section
     count = section.count

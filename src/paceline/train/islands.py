@@ -147,9 +147,6 @@ class Islands:
 
         Returns:
             `None` if another island of this block follows.
-
-        Raises:
-            PacelineError: PL675 if islands have used different parameters.
         """
         is_last = len(self._waiting) == len(self._own) - 1
         used = float(digest_text(repr(list(has))) % _HALF)

@@ -49,9 +49,6 @@ def check_loss_parameters(loss: Tensor, own: Collection[int], name: str) -> None
         loss: of a microbatch.
         own: ids of the parameters that its graph may end at.
         name: of the model, for messages.
-
-    Raises:
-        PacelineError: PL392 if another optimizer trains such parameters; without one they are a remark.
     """
     foreign = [each for each in find_leaves(loss) if isinstance(each, nn.Parameter) and id(each) not in own]
     if not foreign:

@@ -122,11 +122,7 @@ class MetricsWriter:
             self.flush()
 
     def amend(self, values: Mapping[str, float]) -> None:
-        """Add values to the last row, also if it is in the file already.
-
-        Raises:
-            PacelineError: PL734 if the row has another value of such a name.
-        """
+        """Add values to the last row, also if it is in the file already."""
         row = self._last_row
         taken = [name for name in values if name == "step" or not _is_empty(row.get(name))]
         if taken or not row:

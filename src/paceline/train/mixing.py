@@ -77,10 +77,6 @@ def find_mixing(optimizer: Optimizer, parameters: Sequence[Parted]) -> set[str] 
     Args:
         optimizer: as built, before its first step.
         parameters: those that it trains.
-
-    Raises:
-        PacelineError: PL466 for an optimizer that needs all parameters at once, draws random numbers,
-            communicates, or fails on small tensors.
     """
     if type(optimizer) in _ELEMENTWISE or not parameters:
         return None

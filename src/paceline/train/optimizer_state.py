@@ -42,9 +42,6 @@ def optimizer_state_by_name(
         named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
         placement: of the model; without it, every tensor is whole. With it, the tree has an `OwnPart` for
             each tensor that is laid out like its parameter.
-
-    Raises:
-        PacelineError: PL511 if the optimizer has a parameter without a name.
     """
     names = _names_of(optimizer, named_parameters)
     parameters: dict[str, Any] = {}
@@ -87,9 +84,6 @@ def load_optimizer_state_by_name(
         tree: the result of `optimizer_state_by_name`.
         placement: of the model; the tree then has an `OwnPart` for this rank's part of a divided tensor.
         is_same: whether both must have the same parameters; else others begin without state.
-
-    Raises:
-        PacelineError: PL511 if the state is of another kind of optimizer or another model, with names.
     """
     names = _names_of(optimizer, named_parameters)
     shapes = {

@@ -32,9 +32,6 @@ def open_loader(
         given: settings that count more than those of the `DataLoader`.
         seed: of a sampler's draws.
         is_own: whether the data are this rank's own part.
-
-    Raises:
-        PacelineError: PL648 for a `DataLoader` that cannot be taken over, and without a batch size.
     """
     data, taken = _open(data, seed)
     if isinstance(data, Sampled) and data.num_batches is not None:

@@ -21,9 +21,6 @@ def take_optimizers(given: Any, model: nn.Module) -> Callable[[Named], Any]:
         given: an optimizer, a list or dict of them, a function from (full name, parameter) pairs, or `None`
             for one that stands in for optimizers of which nothing is known.
         model: whose parameters they have, not laid out yet.
-
-    Raises:
-        PacelineError: PL647 for optimizers that cannot be pointed at the laid-out parameters.
     """
     if given is None:
         return lambda named: SGD([p for _, p in named if p.requires_grad], lr=0.0)

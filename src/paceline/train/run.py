@@ -196,7 +196,6 @@ def train_recipe(
 
     Raises:
         Stopped: on a signal, after saving.
-        PacelineError: for errors that the user can fix.
     """
 
     def claim() -> None:

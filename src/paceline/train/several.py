@@ -60,9 +60,6 @@ def join_optimizers(model: str, made: Any) -> Any:
     Args:
         model: its name, for the message.
         made: the result.
-
-    Raises:
-        PacelineError: PL407 if two of them have the same parameter.
     """
     if not isinstance(made, (list, tuple)) or not made or not all(isinstance(o, Optimizer) for o in made):
         return made

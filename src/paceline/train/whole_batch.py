@@ -53,9 +53,6 @@ def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, 
         counts: samples of each microbatch of the global batch.
         dp: the ranks that have other microbatches, or `None` for one.
         what: name of the nest, for messages.
-
-    Raises:
-        PacelineError: PL415 for a leaf that is neither per sample nor shared.
     """
     flat = [(number, *tree_flatten_with_path(nest)) for number, nest in parts]
     described = [

@@ -226,11 +226,7 @@ class WholeSteps:
 def build_whole_steps(
     optimizer: Optimizer, model: nn.Module, placement: Placement, mesh: Mesh | None
 ) -> WholeSteps | None:
-    """Return the steps of an optimizer that needs whole tensors under this layout, or `None`.
-
-    Raises:
-        PacelineError: PL466 for an optimizer that needs more than that, see `find_mixing`.
-    """
+    """Return the steps of an optimizer that needs whole tensors under this layout, or `None`."""
     if mesh is None or not placement.is_divided:
         return None
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

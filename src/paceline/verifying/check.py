@@ -250,10 +250,6 @@ def verify_subject(
         run: a function that starts ranks.
         on_result: called with the result of every layout when it is done.
         may_narrow: whether a subject in fp64 may be trained in fp32 if its model does not compute in fp64.
-
-    Raises:
-        PacelineError: PL720 without layouts or steps, PL743 with stale updates, PL722 if the
-            reference cannot be repeated.
     """
     _check(subject, layouts)
     subject, on_compression = settle_slots(subject, layouts)

@@ -40,9 +40,6 @@ def load_subject(source: str, num_steps: int, dtype: str) -> NamedSubject:
             arguments of `paceline.verify`. Without `loss`, `forward` returns the mean loss of a batch, as the
             body of a loop computes it, and `weight` is as for `Loop`.
         num_steps, dtype: see `Subject`.
-
-    Raises:
-        PacelineError: PL720 if there is no such function, or it returns something else.
     """
     try:
         find = find_named(source)

@@ -38,11 +38,7 @@ def check_machine(machine: Machine) -> list[Checked]:
 def take_part(
     host: str, port: int, job: str, machine: Machine, facts: Mapping[str, str], timeout_s: float
 ) -> dict[str, Any]:
-    """Serve the first node until it says that all is done, and return its last message.
-
-    Raises:
-        PacelineError: PL983 if the first node cannot be reached within `timeout_s`, or ends before the check.
-    """
+    """Serve the first node until it says that all is done, and return its last message."""
     connection = _join(host, port, timeout_s)
     with connection:
         # The first node waits as long for the others, and then asks at once; a stranger never does.

@@ -63,8 +63,6 @@ def run_agent(
     Raises:
         ChildFailedError: a rank failed, and no restart is left.
         SignalException: `rounds.asked` was set.
-        PacelineError: PL372 where a node was lost that the job cannot do without; PL375 to PL381 and PL386
-            where no round was formed.
     """
 
     def end_ranks() -> None:
@@ -203,11 +201,7 @@ class _Agent(SteppedAgent):
         return result
 
     def _await_files(self, members: StoreRendezvous) -> None:
-        """Wait for a node to join if the ranks failed because they need the files of nodes that are not here.
-
-        Raises:
-            PacelineError: the ranks' error, if none joins in time.
-        """
+        """Wait for a node to join if the ranks failed because they need the files of absent nodes."""
         error = self._rounds.find_missing_files()
         if error is None or not members.has_room:
             return

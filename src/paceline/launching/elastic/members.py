@@ -299,7 +299,6 @@ class StoreRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: this launcher was asked to stop.
-            PacelineError: PL372 or PL381 if the store does not answer.
         """
         if self._is_asked():
             raise RendezvousClosedError

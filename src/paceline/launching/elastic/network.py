@@ -31,9 +31,6 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     """Complete torchrun's flags in place, from SLURM's or MPI's variables and the route to the other nodes.
 
     Sets `GLOO_SOCKET_IFNAME` for several nodes, where it is not set.
-
-    Raises:
-        PacelineError: PL346 for a host that does not resolve, PL347 where no interface can be chosen.
     """
     if place.launcher in ("slurm", "mpi") and flags.nnodes is None:
         _follow_scheduler(flags, place, environ)
@@ -81,10 +78,6 @@ def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> 
 
     The variables are then removed. If they number the pods of a Kubeflow PyTorchJob, which have no local
     numbers, they supply the number of nodes, this node's number and the address that the flags leave out.
-
-    Raises:
-        PacelineError: PL300 to PL304, PL361 and PL362 as `read_environment`, PL348 in one of several ranks
-            that a launcher has started on this node.
     """
     starts_ranks = flags.nproc_per_node is not None or flags.nnodes is not None or flags.standalone
     starts_ranks |= "MASTER_ADDR" not in environ and environ.get("WORLD_SIZE") == "1"  # nowhere to meet
@@ -113,11 +106,7 @@ def read_place(flags: argparse.Namespace, environ: MutableMapping[str, str]) -> 
 
 
 def is_own_host(host: str) -> bool:
-    """Return whether a host, given by name or address, is this machine.
-
-    Raises:
-        PacelineError: PL346 for a host that does not resolve.
-    """
+    """Return whether a host, given by name or address, is this machine."""
     address = _resolve(host)
     return ipaddress.ip_address(address).is_loopback or address in _own_addresses()
 
@@ -139,11 +128,7 @@ def _follow_scheduler(flags: argparse.Namespace, place: RankPlace, environ: Muta
 
 
 def _resolve(host: str) -> str:
-    """Return a host's address.
-
-    Raises:
-        PacelineError: PL346 where its name stands for nothing.
-    """
+    """Return a host's address."""
     try:
         found = socket.getaddrinfo(host, _DEFAULT_PORT, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -92,11 +92,7 @@ class SharedState(RoundStateHolder):
         return has_set
 
     def may_join(self) -> bool:
-        """Return whether this node may ask for the next round; one that was lost often waits before it does.
-
-        Raises:
-            PacelineError: PL386 if it was lost too often.
-        """
+        """Return whether this node may ask for the next round; one that was lost often waits first."""
         now = time.monotonic()
         if self._held_until_s is None:
             losses = self.record.losses.get(str(self.me), 0)

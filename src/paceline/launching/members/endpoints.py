@@ -15,9 +15,6 @@ def read_endpoints(text: str, default_port: int = DEFAULT_PORT) -> list[Address]
     """Return the hosts and ports of an endpoint such as `node0`, `node0:29400,node1` or `[::1]:29400`.
 
     A host without a port has the port of the last one that has one, or else the default one.
-
-    Raises:
-        PacelineError: PL377 for a port that is none.
     """
     found: list[tuple[str, int | None]] = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
@@ -37,11 +34,7 @@ def read_endpoints(text: str, default_port: int = DEFAULT_PORT) -> list[Address]
 
 
 def read_endpoint(text: str) -> Address:
-    """Return the host and port of the endpoint of c10d.
-
-    Raises:
-        PacelineError: PL377 for several places, or a port that is none.
-    """
+    """Return the host and port of the endpoint of c10d."""
     found = read_endpoints(text)
     if len(found) > 1:
         raise PacelineError(

@@ -37,9 +37,6 @@ class Etcd:
     Args:
         servers: as `http://HOST:PORT`; the first that answers is used.
         job: the job's name.
-
-    Raises:
-        PacelineError: PL384 for certificates that cannot be read.
     """
 
     def __init__(self, servers: Sequence[str], job: str) -> None:
@@ -117,11 +114,7 @@ class Etcd:
 
 
 def list_servers(hosts: str, scheme: str = "http") -> list[str]:
-    """Return the addresses of servers such as `etcd0:2379,etcd1`.
-
-    Raises:
-        PacelineError: PL377 for a port that is none.
-    """
+    """Return the addresses of servers such as `etcd0:2379,etcd1`."""
     places = read_endpoints(hosts, DEFAULT_PORT)
     return [f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host, port in places]
 

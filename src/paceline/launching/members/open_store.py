@@ -11,11 +11,7 @@ from paceline.launching.members.store import Store
 
 
 def open_store(backend: str, endpoint: str, job: str) -> Store:
-    """Open a job's store in an etcd (`HOST[:PORT],...`, `https+etcd://HOST`), or in a folder.
-
-    Raises:
-        PacelineError: PL380 for neither; PL384 for certificates that cannot be read.
-    """
+    """Open a job's store in an etcd (`HOST[:PORT],...`, `https+etcd://HOST`), or in a folder."""
     scheme, mark, hosts = endpoint.partition("://") if backend == "etcd" else ("", "", "")
     if backend == "etcd" and not mark:
         scheme, hosts = "etcd", endpoint

@@ -70,11 +70,7 @@ def explain_refusal(text: str) -> PacelineError:
 
 
 def find_hold_s(losses: int) -> float:
-    """Return how long a machine that was lost so often waits before it joins the next round.
-
-    Raises:
-        PacelineError: PL386 if it was lost too often.
-    """
+    """Return how long a machine that was lost so often waits before it joins the next round."""
     if losses >= _LOST_TOO_OFTEN:
         raise PacelineError(
             "PL386",

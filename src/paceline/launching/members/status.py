@@ -17,9 +17,6 @@ def describe_job(store: Store, wait_s: float) -> dict[str, Any] | None:
     Args:
         store: of the job.
         wait_s: a node is there if its beat changes in this time.
-
-    Raises:
-        PacelineError: PL381 if the store does not answer.
     """
     try:
         text = store.read()

@@ -37,9 +37,6 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
 
     Returns:
         The rows of each stretch, which the forward that enters it divides.
-
-    Raises:
-        PacelineError: PL434 for hooks on parameters.
     """
     assert plan.num_ranks == axis.size
     check_hooks(model.named_parameters())

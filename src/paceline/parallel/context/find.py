@@ -46,10 +46,6 @@ def find_context_plan(
         tp: degree of tp, which divides the heads too.
         by: how ranks attend, `"heads"`, `"gather"`, or `"auto"`: by heads if cp divides them, else by gather.
         mixtures: full names of modules that need the whole sequence.
-
-    Raises:
-        PacelineError: PL640 for attention in a kernel of another library, PL460 if the forward cannot be
-            traced, PL630 if the sequence cannot be divided, PL634 if it cannot be by gather.
     """
     _check_kernels(model)
     if by == "auto":

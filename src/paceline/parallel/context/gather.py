@@ -151,11 +151,7 @@ def refuse_unknown(module: str) -> Change:
 
 
 def cut_mask(mask: Tensor | None, rows: Rows) -> Tensor | None:
-    """Return this rank's rows of a mask of the whole sequence; one that is the same for all stays.
-
-    Raises:
-        PacelineError: PL631 for a mask of another length.
-    """
+    """Return this rank's rows of a mask of the whole sequence; one that is the same for all stays."""
     if mask is None or mask.dim() < 2 or mask.shape[POSITIONS] == 1:
         return mask
     rows.check(mask, POSITIONS, rows.whole)

@@ -77,11 +77,7 @@ class Rows:
         return self.division.take(tensor, dim, self.axis.rank)
 
     def divide(self, length: int) -> None:
-        """Divide the sequence of a forward.
-
-        Raises:
-            PacelineError: PL631 for fewer positions than ranks.
-        """
+        """Divide the sequence of a forward."""
         if length < self.axis.size:
             raise too_short_error(length, self.axis.size)
         self.division = Division.of(length, self.axis.size, zigzag=self._is_causal)

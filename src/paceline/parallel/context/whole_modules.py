@@ -89,9 +89,6 @@ def plan_whole(walk: Walk, index: int, call: ModuleCall, last: int) -> WholeModu
         index: number of the stretch.
         call: of the module.
         last: number after the stretch's last operation.
-
-    Raises:
-        PacelineError: PL630 if the module's arguments and results cannot be joined and cut.
     """
     takes = {path: tensor for path, tensor in call.tensors.items() if tensor in walk.rows}
     if not takes:

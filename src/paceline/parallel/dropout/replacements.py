@@ -142,11 +142,7 @@ class Masks:
 
 
 def _look_up(values: Mapping[str, list[CutNow]], key: str) -> list[CutNow]:
-    """Return the cuts for a draw; for an unknown call, those that all other calls have in common.
-
-    Raises:
-        PacelineError: PL429 if they have nothing in common.
-    """
+    """Return the cuts for a draw; for an unknown call, those that all other calls have in common."""
     if not values or key in values:
         return values.get(key, [])
     # A later call of the model or of a block is like its other calls, else like one of the dropping module.

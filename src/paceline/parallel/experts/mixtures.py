@@ -61,11 +61,7 @@ def count_experts(model: nn.Module) -> int | None:
 
 
 def check_forms(model: nn.Module) -> None:
-    """Raise for mixtures that cannot be shared out.
-
-    Raises:
-        PacelineError: PL658 for experts of an unknown form, PL659 for experts that share weights.
-    """
+    """Raise for mixtures that cannot be shared out."""
     unknown = _list_unknown(model)
     if unknown:
         raise PacelineError(

@@ -77,11 +77,6 @@ class ExpertLayout:
         splits: of the experts' parameters, by full name.
         names: of the experts, in the order of the forward, each with the full name of its first parameter.
         number: of the round whose forward runs.
-
-    Raises:
-        PacelineError: PL655 if ep does not divide the experts, PL657 for hooks on their parameters, PL658 and
-            PL659 for experts that cannot be shared out, PL434 for hooks on accumulated gradients. In forwards
-            PL661, see `Turns`.
     """
 
     def __init__(

@@ -33,11 +33,7 @@ class Turns:
         self._called = []
 
     def take(self, name: str) -> None:
-        """Note the call of a mixture.
-
-        Raises:
-            PacelineError: PL661 for a call out of turn, or in a second forward of the round.
-        """
+        """Note the call of a mixture."""
         if self._called is None:
             return
         if not self._called and torch.is_grad_enabled():
@@ -49,11 +45,7 @@ class Turns:
         self._called.append(name)
 
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """End the model's forward.
-
-        Raises:
-            PacelineError: PL661 if it has left mixtures out.
-        """
+        """End the model's forward."""
         called, self._called = self._called, None
         if called and not self._goes_in_stages and len(called) < len(self._places):
             missing = next(name for name in self._places if name not in called)

@@ -87,10 +87,6 @@ def apply_sharding(
 
     Returns:
         The blocks in the order of the definition, and the model last.
-
-    Raises:
-        PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that cannot be cut,
-            PL442 for a mix of types, PL396 if torch lacks a required function.
     """
     require("fsdp")
     blocks = separable_blocks(model)

@@ -86,9 +86,6 @@ class Shards:
         units: the sets of parameters that are gathered together.
         silent: whether nothing is sent at the moment, see `silenced`.
 
-    Raises:
-        PacelineError: PL434, PL440, PL442 and PL396, see `apply_sharding`.
-
     Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
     """
@@ -240,12 +237,7 @@ class Shards:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Wrap a forward and its loss, which must call the model itself and not modules inside it.
-
-        Raises:
-            PacelineError: PL435 for parameters of a block that are used when they are not gathered, PL436
-                for a gradient that is computed inside.
-        """
+        """Wrap a forward and its loss, which must call the model itself and not modules inside it."""
         try:
             yield
         except (RuntimeError, AttributeError) as error:
@@ -283,11 +275,7 @@ class Shards:
         self._progress.scale = value
 
     def check_reduced(self) -> None:
-        """Raise unless every gradient was summed; called after the last round.
-
-        Raises:
-            PacelineError: PL441, with the parameters that got no gradient on this rank.
-        """
+        """Raise unless every gradient was summed; called after the last round."""
         missing = [
             name
             for unit, chunks in zip(self.units, self._chunks, strict=True)

@@ -13,11 +13,7 @@ from paceline.recipe.layout import Layout
 
 
 def add_named(model: nn.Module, blocks: Sequence[str], layout: Layout) -> list[str]:
-    """Return the modules that may begin a stage: the blocks, and those that the layout names.
-
-    Raises:
-        PacelineError: PL498 for a name of nothing, or of a module inside of a block.
-    """
+    """Return the modules that may begin a stage: the blocks, and those that the layout names."""
     found = list(blocks)
     names = [name for name, _ in model.named_modules() if name]
     for word in layout.stages_by_hand:
@@ -57,10 +53,6 @@ def find_named(entered: Sequence[str], layout: Layout) -> tuple[int, ...] | None
     Args:
         entered: the blocks that the trial forward called, in order.
         layout: with `stages`.
-
-    Raises:
-        PacelineError: PL498 for a module that the forward does not call, PL499 for stages that begin twice or
-            go backwards.
     """
     words = layout.stages_by_hand
     if not words:

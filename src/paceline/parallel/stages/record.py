@@ -152,9 +152,6 @@ def record_forward(
         run: calls the model.
         device: of the model when it trains.
         loss: of what `run` returns.
-
-    Raises:
-        PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
     """
     recorder = _Recorder(model, blocks, device)
     with _refusing_kept(model, recorder), FlopCounter() as counter:

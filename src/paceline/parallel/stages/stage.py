@@ -73,9 +73,6 @@ class StageRun(Walker):
 
         Args:
             run: calls the model.
-
-        Raises:
-            PacelineError: PL482 if the forward takes another path than the recorded one.
         """
         output = None
         try:

@@ -63,9 +63,6 @@ class Stages:
         holders: by name of a parameter, the ranks of pp that hold it, that of its first stage first; also of
             a buffer that a stage changes, the rank of that stage.
         shards: of the parameters over dp_shard, if it has several ranks.
-
-    Raises:
-        PacelineError: PL481, PL483, PL484, PL487 and PL492 for models that cannot be cut.
     """
 
     def __init__(
@@ -192,9 +189,6 @@ class Stages:
             batch: on the device.
             run: calls the model on it.
             loss: of what `run` returns.
-
-        Raises:
-            PacelineError: PL481 to PL485.
         """
         leaves = [
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)

@@ -66,9 +66,6 @@ class BucketSums:
 
     Attributes:
         ranks: the sum over ranks.
-
-    Raises:
-        PacelineError: PL425 for sparse gradients.
     """
 
     def __init__(

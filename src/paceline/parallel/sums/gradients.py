@@ -17,11 +17,7 @@ Gradients = list[Tensor | None]
 
 
 def take_gradients(parameters: Sequence[Tensor]) -> Gradients:
-    """Return the gradients of parameters, and take them off.
-
-    Raises:
-        PacelineError: PL425 for a sparse gradient.
-    """
+    """Return the gradients of parameters, and take them off."""
     settle_conjugates(parameters)
     gradients: Gradients = [p.grad for p in parameters]
     for parameter in parameters:

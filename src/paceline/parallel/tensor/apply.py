@@ -39,9 +39,6 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         plan: of the same model.
         axis: tp.
         masks: the model's dropout.
-
-    Raises:
-        PacelineError: PL434 for hooks on parameters.
     """
     assert plan.num_ranks == axis.size
     before = dict(model.named_parameters())

@@ -175,9 +175,6 @@ def refuse_graph() -> None:
     """Raise in a backward that is itself recorded for another backward.
 
     The collectives of a backward have no gradient, so the other one would silently get a wrong number.
-
-    Raises:
-        PacelineError: PL437.
     """
     if torch.is_grad_enabled():
         raise second_gradient_error("backward runs with create_graph=True.")

@@ -86,9 +86,6 @@ def plan_sequence(
         blocks: names of the repeated blocks.
         num_ranks: degree of tp.
         failed: operations that do not work on a part of the sequence, with the reason.
-
-    Raises:
-        PacelineError: PL464 if the sequence cannot be cut.
     """
     plan = Sequence()
     calls = {call.module: call for call in trace.calls if call.module in set(blocks)}

@@ -138,10 +138,6 @@ def find_plan(
         num_ranks: degree of tp.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
         sequence: whether to cut activations between the blocks along the sequence.
-
-    Raises:
-        PacelineError: PL460 if the forward cannot be traced, PL461 if nothing can be split, PL463 without an
-            example, PL464 if the sequence cannot be cut.
     """
     if example is None:
         raise PacelineError(

@@ -227,9 +227,6 @@ def trace_forward(
         masks: the model's dropout, whose draws are recorded.
         detours: stand in for the hooks of a plan.
         finds_kept: whether to find which of the tensors that detours return still exist after the forward.
-
-    Raises:
-        PacelineError: PL460 if the forward cannot run without numbers, PL437 if it computes gradients.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[str, Tensor] = {}

@@ -46,9 +46,6 @@ def find_view(world: World, folder: Path) -> FolderView:
     Args:
         world: the ranks.
         folder: of the run, as this rank names it.
-
-    Raises:
-        PacelineError: PL520 and PL521 if it is not a run's folder, PL532 if no file can be made in it.
     """
 
     def show() -> str:
@@ -80,11 +77,7 @@ def find_view(world: World, folder: Path) -> FolderView:
 
 
 def check_view(world: World, view: FolderView, folder: Path, *, is_sharded: bool) -> None:
-    """Warn if rank 0's disk alone has the checkpoints; refuse it if every rank is to write its share.
-
-    Raises:
-        PacelineError: PL553 for ranks that cannot write into rank 0's folder.
-    """
+    """Warn if rank 0's disk alone has the checkpoints; refuse it if every rank is to write its share."""
     if not view.blind:
         return
     hosts = name_some(list(view.blind))

@@ -77,11 +77,7 @@ class History:
         self._disk = DiskThread()
 
     def check(self) -> None:
-        """Compare what all nodes know; collective, once per resume. Sends about 100 bytes per rank.
-
-        Raises:
-            PacelineError: PL550 if rank 0 has no checkpoint although the run has saved one.
-        """
+        """Compare what all nodes know; collective, once per resume. Sends about 100 bytes per rank."""
         gathered = gather(self._world, self._find_known())
         raise_any(each for each in gathered if isinstance(each, PacelineError))
         known = [each for each in gathered if isinstance(each, _Known)]

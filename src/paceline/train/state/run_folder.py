@@ -48,11 +48,6 @@ def claim_run_folder(
 
     Returns:
         The open lock file; the folder is free again when it is closed or the process has ended.
-
-    Raises:
-        PacelineError: PL517 for an unknown key in `accept`, PL520 and PL521 if it is not a run's folder,
-            PL530 if it has a run of another recipe,
-            PL532 if it is not writable, PL533 if it is in use.
     """
     check_belongings(folder)
     try:

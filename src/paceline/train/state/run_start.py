@@ -41,9 +41,6 @@ class RunStart:
         run_id: the run, from its first start on; rank 0's counts.
         generation: number of this start; rank 0's counts.
         history: of the run's checkpoints.
-
-    Raises:
-        PacelineError: why the run cannot go on from this folder; PL5xx.
     """
 
     def __init__(self, world: World, folder: Path, *, keep: int, is_sharded: bool) -> None:
@@ -66,21 +63,13 @@ class RunStart:
         self._open_folder = OpenFolder(self.folder)
 
     def adopt(self, identity: Mapping[str, Any]) -> None:
-        """Go on with the run of a checkpoint; on rank 0.
-
-        Raises:
-            PacelineError: PL526 if the folder has checkpoints of several runs.
-        """
+        """Go on with the run of a checkpoint; on rank 0."""
         check_one_run(CheckpointFolder(self.folder, keep=self._keep).list_runs(), self.folder)
         self.run_id = identity.get("run", self.run_id)
         self.generation = identity.get("generation", 0) + 1
 
     def begin(self) -> None:
-        """Number this start, so that no older one commits any more; collective, the first time.
-
-        Raises:
-            PacelineError: PL383 if another start has saved since this one loaded.
-        """
+        """Number this start, so that no older one commits any more; collective, the first time."""
         if self._has_begun:
             return
         self._has_begun = True

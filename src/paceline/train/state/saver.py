@@ -251,11 +251,7 @@ class Saver:
             run_on_main(self._world, lambda: self._settings.check_loader(loader))
 
     def check_complete(self) -> None:
-        """Begin this start; raise PL515 if a saved state has no owner; called before each step; collective.
-
-        Raises:
-            PacelineError: PL383 if another start has saved since `load`.
-        """
+        """Begin this start; raise PL515 if a saved state has no owner; before each step; collective."""
         if self._start is not None:
             self._start.begin()
         self._settings.check_complete(is_main=self._world.is_main)

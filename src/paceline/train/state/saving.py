@@ -204,9 +204,6 @@ class Saving:
             state: this rank's part.
             identity: for the manifest.
             on_commit: called with the step once the save is known to be committed.
-
-        Raises:
-            PacelineError: PL383, PL507, PL510, PL525; PL508 after `max_failed` failures in a row.
         """
         self._begin_s = begin_s = time.perf_counter()
         handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)

@@ -50,9 +50,6 @@ class SharedVerification:
         """Return the newest valid checkpoint, as this rank names it; `None` if there is no checkpoint at all.
 
         Rank 0 logs newer ones that are not valid.
-
-        Raises:
-            PacelineError: PL509 if there are checkpoints and none is valid, PL504 for a newer format.
         """
         skipped: list[tuple[Path, list[Finding]]] = []
         for name in run_on_main(
