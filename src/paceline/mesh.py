@@ -162,8 +162,6 @@ def build_mesh(layout: Layout, world: World, num_blocks: int = 1) -> Mesh:
     Meshes of the same degrees share their groups.
 
     Args:
-        layout: of the ranks of a mesh.
-        world: all ranks.
         num_blocks: equal blocks of consecutive ranks, each of which is a mesh of its own.
     """
     layout = layout.resolve(world.world_size // num_blocks)

@@ -33,7 +33,6 @@ def read_file(path: Path, most_bytes: int | None = None) -> bytes:
     """Return the bytes of a regular file.
 
     Args:
-        path: the file.
         most_bytes: a larger file is refused.
 
     Raises:

@@ -135,10 +135,7 @@ def build_calls(
     """Return the bytes that a size amounts to, and a call of every operation with data.
 
     Args:
-        num_bytes: the size.
-        num_ranks: of the group.
         rank: in the world; rank 0 is the root of operations that have one.
-        device: of the tensors.
         group: of the ranks; all of them by default.
     """
     count = max(1, -(-num_bytes // (4 * num_ranks)))

@@ -60,7 +60,6 @@ class Measured:
 
         Args:
             num_ranks: how many.
-            threads: of a rank.
             settings: what each of them does.
             grow: factor on a recipe's global batch.
         """
@@ -228,10 +227,8 @@ def adapt_recipe(
     """Return the recipe as a benchmark runs it.
 
     Args:
-        recipe: of the run.
         threads: CPU threads of every rank.
         num_steps: length, for the schedule; passes over the data do not end it.
-        layout: of its ranks.
         grow: factor on the global batch.
         microbatch_factor: factor on the microbatch.
     """

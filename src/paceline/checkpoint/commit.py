@@ -167,13 +167,7 @@ class CheckpointFolder:
         files.sync_folder(tmp)
 
     def publish(self, step: int, tmp: Path, manifest: Manifest) -> Path:
-        """Check a sealed folder once more, and give it its final name.
-
-        Args:
-            step: of the checkpoint.
-            tmp: the folder.
-            manifest: of the folder.
-        """
+        """Check a sealed folder once more, and give it its final name."""
         final = self.path / step_name(step)
         aside: Path | None = None
         try:
@@ -291,11 +285,8 @@ class Save:
     """A save in progress: it holds the folder's lock and a temporary folder until its `with` block ends.
 
     Args:
-        checkpoints: of the run.
         step: optimizer steps taken.
         num_bytes: about how many bytes will be written.
-        identity: of `describe_identity`.
-        token: of the temporary folder.
 
     Attributes:
         folder: the temporary folder, once the block is entered.

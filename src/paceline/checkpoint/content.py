@@ -175,9 +175,6 @@ class Stored:
     """A checkpoint on disk, read tensor by tensor. A group is `MODEL` or one of `TREES`.
 
     Every method raises `OSError` or `ValueError` for files that do not fit together.
-
-    Args:
-        folder: of the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:

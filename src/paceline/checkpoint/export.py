@@ -26,7 +26,6 @@ def export_model(
 
     Args:
         checkpoint: one checkpoint's folder, already found valid.
-        out: the file to write.
         dtype: convert floating-point tensors to it, complex ones from fp32 on; others stay as they are.
         average: name of a tracked average of weights to write in place of the weights.
 

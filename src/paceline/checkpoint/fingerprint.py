@@ -27,11 +27,7 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_stored(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return the same hash for tensors that have not been read, a few megabytes at a time.
-
-    Args:
-        tensors: those of `list_model`.
-    """
+    """Return the same hash for tensors that have not been read, a few megabytes at a time."""
     return _hash(tensors, stream_bytes)
 
 

@@ -40,7 +40,6 @@ def begin_generation(run_folder: Path, least: int) -> int:
 
     Args:
         run_folder: which exists.
-        least: the least number to take.
 
     Raises:
         OSError: the folder cannot be written to.

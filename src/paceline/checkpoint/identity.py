@@ -74,7 +74,6 @@ def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]
     """Return one finding (PL512) for each difference that can change results; none stops a run.
 
     Args:
-        saved: the identity of the checkpoint.
         here: that of this process (`describe_identity`).
     """
     return [

@@ -54,12 +54,6 @@ def looks_like_a_run(identity: Mapping[str, Any], state: Any) -> bool:
 def check_run_state(step: int, model: Mapping[str, StoredTensor], optimizer: Any, state: Any) -> set[str]:
     """Check that the trees of a checkpoint are a run's, and return the names of the trained tensors.
 
-    Args:
-        step: of the manifest.
-        model: its tensors.
-        optimizer: the tree with that name.
-        state: the tree with that name.
-
     Raises:
         BadStateError: they are not, with the place. Whatever else it raises means that too.
     """

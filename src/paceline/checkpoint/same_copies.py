@@ -22,9 +22,6 @@ Digests = dict[str, Any]
 def find_difference(by_rank: Mapping[int, Iterable[Digests]]) -> PacelineError | None:
     """Return the error PL418 if copies differ, naming the tensors and the ranks.
 
-    Args:
-        by_rank: the digests of all ranks.
-
     Raises:
         KeyError, TypeError, AttributeError: these are no digests.
     """

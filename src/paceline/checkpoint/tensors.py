@@ -69,7 +69,6 @@ def refuse_unstorable(path: str, tensor: torch.Tensor) -> None:
 
     Args:
         path: to it, for the message.
-        tensor: to be stored.
     """
     reason = why_not_storable(tensor)
     if reason is not None:
@@ -162,9 +161,7 @@ def plan_tensors(
     """Plan a safetensors file.
 
     Args:
-        name: of the file.
         tensors: each fit to be stored (`why_not_storable`), of any device.
-        metadata: for the header.
     """
     begin, order = _plan_header(
         tuple((name, each.dtype, each.shape) for name, each in tensors.items()),
@@ -190,7 +187,6 @@ def stream_tensors(
     Args:
         path: where; nothing may be there yet.
         infos: types and shapes by name.
-        metadata: for the header.
         read: from a name to the bytes of its tensor, in row-major order.
     """
     begin, order = _dump_header(infos, metadata)
@@ -333,12 +329,8 @@ def read_into(
     """Read the elements of a part that one tensor of a safetensors file contains.
 
     Args:
-        path: of the file.
-        name: of the tensor.
         source: the part of the whole that the tensor is.
-        wanted: the part to read.
         found: its values, filled in where the tensor has them.
-        files: to keep it open in.
 
     Raises:
         UnreadableTensorsError: the file is not such a file, or lacks the tensor.
@@ -354,9 +346,7 @@ def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) ->
     """Copy the elements that one part shares with another.
 
     Args:
-        source: the one.
         values: of it: a tensor, or a slice of a file.
-        wanted: the other.
         found: its values, to be filled in.
     """
     for here, there in wanted.overlap(source):

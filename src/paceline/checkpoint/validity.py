@@ -33,7 +33,6 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     """Return every problem of one checkpoint; nothing is written.
 
     Args:
-        path: the checkpoint's folder.
         read_all: hash every file, at the cost of reading the whole checkpoint. Without it only the
             manifest's own hash and the sizes of the files are checked.
 
@@ -94,12 +93,7 @@ def check_loads(path: Path) -> list[Finding]:
 
 
 def check_values(path: Path, names: Collection[str]) -> list[Finding]:
-    """Return PL506 for weights that are not a number, for a checkpoint that loads.
-
-    Args:
-        path: the checkpoint's folder.
-        names: of the files to read.
-    """
+    """Return PL506 for weights that are not a number, for a checkpoint that loads."""
     from paceline.checkpoint.content import find_nan_in
     from paceline.checkpoint.load import list_trained
 

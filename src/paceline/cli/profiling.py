@@ -84,7 +84,6 @@ def print_recording(args: argparse.Namespace, *, has_failed: bool) -> None:
     """Print the report on a job on standard error, since its own output is on standard output.
 
     Args:
-        args: the flags.
         has_failed: whether a message has said already why the job has ended.
     """
     if has_failed:

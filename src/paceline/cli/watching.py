@@ -43,7 +43,6 @@ def build_watcher(args: argparse.Namespace, request: dict[str, Any] | None) -> W
     """Return the watcher that the flags ask for, if any.
 
     Args:
-        args: the flags.
         request: what each rank is asked for before its script's first line.
     """
     if not args.hang_after > 0:

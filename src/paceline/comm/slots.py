@@ -65,7 +65,6 @@ class SlotSum:
     Args:
         codec: of the rows that are long enough.
         num_slots: over all ranks; a multiple of these.
-        residuals: of this rank.
         group: the ranks, used for nothing else at the same time; `None` in a world of one.
 
     Attributes:

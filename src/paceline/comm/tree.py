@@ -51,7 +51,6 @@ def join_leaves(leaves: range, num_leaves: int) -> list[Subtree]:
     """Return the largest whole subtrees that some microbatches make up, from left to right.
 
     Args:
-        leaves: the microbatches.
         num_leaves: those of the whole tree.
     """
     tree: TreeSum[None] = TreeSum(num_leaves, lambda left, right: None)

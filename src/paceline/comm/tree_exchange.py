@@ -135,7 +135,6 @@ def pass_on(
     last byte, and the two directions of a link would take turns.
 
     Args:
-        group: the ranks.
         departures, arrivals: messages as (rank in the group, contiguous tensor); empty ones are left out.
     """
     messages = [

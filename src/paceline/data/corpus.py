@@ -154,7 +154,6 @@ def _check_folders(root: Path, parts: Sequence[str]) -> None:
 
     Args:
         root: the part of the pattern before the first wildcard.
-        parts: the parts behind it.
     """
     folders = [root]
     for part in parts:

@@ -70,11 +70,9 @@ class Fetcher(Dataset[Any]):
     """The base of both fetchers.
 
     Args:
-        dataset: the user's data.
         name: what messages call it.
         microbatch_size: samples per microbatch.
         rank, world_size, num_slots, turns: whose microbatches to fetch, see `owned_microbatches`.
-        seed: the loader's seed.
         collate: makes a microbatch of a list of samples; default torch's `default_collate`.
         compares: whether items carry digests of the samples, which the ranks compare.
     """

@@ -49,9 +49,7 @@ def join_own(
     """Yield the global batches of an epoch; collective.
 
     Args:
-        items: of this rank's data.
         start: a share without samples, at the place of the first global batch.
-        rank: of the data ranks.
         microbatch_size: samples per microbatch.
         drop_last: end the epoch at the first global batch that some rank cannot fill.
         exchange: gathers the ranks' numbers.

@@ -20,7 +20,6 @@ class Sampled(Dataset[Any]):
         dataset: the samples.
         sampler: yields their indices, or lists of them if `is_cut`.
         is_cut: whether each list is a global batch.
-        seed: of the draws.
 
     Attributes:
         num_samples, num_batches: of the first epoch; `None` batches if the loader cuts them.

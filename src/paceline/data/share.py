@@ -103,7 +103,6 @@ def owned_microbatches(
 
     Args:
         num_microbatches: of the global batch.
-        world_size: the ranks that share it.
         rank: one of these.
         num_slots: where gradients are compressed, the number of slots, a multiple of `world_size`; or that
             of islands, a multiple or a divisor. Microbatches are distributed over slots as above. A rank

@@ -27,7 +27,6 @@ class NextTokens(Dataset[Sample]):
     file, so a loader's worker maps the file itself.
 
     Args:
-        part: the token file.
         seq_len: tokens per sample.
     """
 
@@ -78,11 +77,9 @@ class MaskedTokens(NextTokens):
     section 3.1). Which ones depends on (seed, epoch, sample) alone.
 
     Args:
-        part: the token file.
         seq_len: tokens per sample.
         vocab_size: token ids of the text; the mask token is the next one.
         mask_fraction: share of tokens to predict.
-        seed: the run's seed.
         fixed: the same masks in every epoch, for validation.
     """
 

@@ -65,9 +65,6 @@ class FileTokenizer:
 
     Text is used as it is: no truncation, no padding, nothing added at the ends, and names of special tokens
     within it are ordinary text. What is not UTF-8 becomes U+FFFD.
-
-    Args:
-        definition: the content of a `tokenizer.json`.
     """
 
     def __init__(self, definition: str) -> None:
@@ -151,12 +148,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def fingerprint_tokenizer(name: str, vocab_size: int | None) -> str:
-    """Return a text that distinguishes this choice of tokenizer from others, before anything is trained.
-
-    Args:
-        name: the recipe's `data.tokenizer`.
-        vocab_size: the recipe's `data.vocab_size`.
-    """
+    """Return a text that distinguishes this choice of tokenizer from others, before anything is trained."""
     if name == "bytes":
         return "bytes"
     if name == "bpe":

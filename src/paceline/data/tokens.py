@@ -88,9 +88,6 @@ def build_corpus(split: CorpusSplit, tokenizer: str, vocab_size: int | None, cac
     Any number of processes may call this at once: one builds, the others wait and read.
 
     Args:
-        split: the text.
-        tokenizer: the recipe's `data.tokenizer`.
-        vocab_size: the recipe's `data.vocab_size`.
         cache_dir: where token files are kept.
     """
     key = _key(split, fingerprint_tokenizer(tokenizer, vocab_size))

@@ -25,7 +25,6 @@ def describe_meeting(host: str, port: int, environ: Mapping[str, str]) -> str:
     Args:
         host: where the nodes meet; empty if that is a folder.
         port: there.
-        environ: this process's variables.
     """
     name = socket.gethostname()
     reached, is_good = (f"{name}: ", True) if not host else _try_path(name, host, port)

@@ -144,7 +144,6 @@ def match(
 
     Args:
         weights: under the model's names.
-        model: its structure.
         new: patterns of names that the folder need not have.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -153,8 +153,6 @@ def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Attemp
 
     Args:
         watcher: the watcher, or `None`.
-        folder: of the launch.
-        ranks: the ranks that are started inside.
         rounds: the rounds in which they are started.
     """
     if watcher is None:

@@ -95,7 +95,6 @@ def stop_by_signals(
         names: of the signals, separated by commas.
         patience_s: seconds that ranks may take to leave; None: see `read_patience_s`.
         rounds: the agent reads there whether it was asked to stop.
-        ranks: the ranks that get the signals.
         hangup: the signal that ranks get when the terminal closes.
     """
     patience = read_patience_s(patience_s)

@@ -109,8 +109,6 @@ def log_restart(job: ScriptJob, ranks: Ranks, remaining: int, news: str | None =
     """Log why all ranks of this node start again.
 
     Args:
-        job: the script.
-        ranks: its ranks.
         remaining: the restarts that are left.
         news: why the nodes have changed, if that is the reason.
     """

@@ -43,7 +43,6 @@ def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callab
     Args:
         watch: see `Watcher.entry`; empty if there is no watcher.
         rank: the rank's global number.
-        launch_folder: the launcher's.
         folder: the folder for the records of this attempt's ranks.
     """
     if not watch:
@@ -140,7 +139,6 @@ class Watcher(Protocol):
         """Prepare for ranks that are about to start, on this node as number `node` of `num_nodes`.
 
         Args:
-            host, port: of the store where they meet.
             attempt: the number of restarts so far.
         """
 

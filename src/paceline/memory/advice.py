@@ -110,7 +110,6 @@ def list_remedies(account: Account, settings: MemorySettings | None = None) -> l
     """Return what would have saved memory: first what fits alone, each group by the bytes saved.
 
     Args:
-        account: of the rank that ran short.
         settings: that the user has; `None` for a script of one's own.
     """
     settings = settings or MemorySettings(dp=account.num_ranks)
@@ -148,7 +147,6 @@ def estimate_need(account: Account, *, ranks: int = 1, accumulates: bool = False
     """Return the estimate of a step's peak.
 
     Args:
-        account: of the rank that ran short.
         ranks: among which parameters, gradients and optimizer state are sharded.
         accumulates: whether gradients of earlier microbatches are there when a forward begins.
     """

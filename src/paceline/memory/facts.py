@@ -64,9 +64,6 @@ def describe_progress(
 
     Args:
         frames: of the thread, innermost first.
-        running: the innermost module that runs.
-        models: the live ones.
-        graph: of the newest forward.
     """
     phase = find_phase(frames)
     reached = 1.0
@@ -94,9 +91,6 @@ def describe_model(
     """Return facts on the model and its optimizers.
 
     Args:
-        models: the live ones.
-        optimizers: the live ones.
-        graph: of the newest forward.
         totals: bytes of activations by module.
     """
     trained = [parameter for parameter in models.parameters if parameter.requires_grad]

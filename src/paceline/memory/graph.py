@@ -74,7 +74,6 @@ class GraphWalk:
     """One walk over the graph, in parts: a later part skips the nodes of earlier ones.
 
     Args:
-        torch: the module.
         reads: whether to read what nodes save. Not while another thread runs backward, which frees it.
     """
 

@@ -68,7 +68,6 @@ class MemoryWalk:
     """The state of an account that is being built.
 
     Args:
-        torch: the module.
         frames: of the thread that ran short, innermost first.
         device: the kind of device that ran short, `"cpu"` or `"cuda"`.
         is_running: whether that thread goes on meanwhile.
@@ -107,7 +106,6 @@ class MemoryWalk:
             rank: global.
             use: the limit that ran short; `None`: not known.
             request: bytes that could not be allocated.
-            num_ranks: the world's size.
         """
         self._claim_state()
         held = self._find_variables()

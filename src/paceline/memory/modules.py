@@ -141,7 +141,6 @@ class Neighbours:
 
     Args:
         anchors: operations with parameters, in any order.
-        models: the live models.
     """
 
     def __init__(self, anchors: Sequence[Anchor], models: Models) -> None:
@@ -181,7 +180,6 @@ def find_repeated(names: Iterable[str], models: Models) -> tuple[str, int]:
 
     Args:
         names: of modules with activations; the list that has most of these is chosen.
-        models: the live models.
     """
     counts: dict[str, int] = {}
     for name in names:

@@ -45,7 +45,6 @@ def account_of_thread(thread: int, rank: int, use: Use) -> Account | None:
     """Return an account of this process's memory while one of its threads goes on.
 
     Args:
-        thread: its number.
         rank: global.
         use: the limit that is nearly reached.
     """

@@ -41,11 +41,7 @@ class StepMemory:
         self._torch: Any = None
 
     def install(self, torch: Any) -> None:
-        """Note steps from now on; further calls do nothing.
-
-        Args:
-            torch: the module.
-        """
+        """Note steps from now on; further calls do nothing."""
         if self._handle is not None:
             return
         self.base = read_anonymous() or 0

@@ -41,7 +41,6 @@ def build_model(recipe: Recipe, data: TaskShape) -> nn.Module:
     Weights come from torch's default generator, which the caller seeds.
 
     Args:
-        recipe: the run.
         data: the data it trains on (`build_data(recipe)`), which gives vocabulary and shapes.
     """
     section = recipe.model

@@ -148,7 +148,6 @@ class Balance(nn.Module):
     """The choices that a mixture's router has made, and the bias by which it evens them out.
 
     Args:
-        num_experts: of the mixture.
         rate: how far the bias moves per step; 0 for no bias.
         remembers: whether the auxiliary loss takes the choices of the last global batch.
 
@@ -206,7 +205,6 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
 
     Args:
         chosen: numbers of experts, of any shape.
-        num_experts: their number.
     """
     numbers = torch.arange(num_experts, device=chosen.device)
     return (chosen.reshape(-1, 1) == numbers).sum(0)
@@ -234,7 +232,6 @@ class Experts(nn.Module):
     """SwiGLU feed-forwards side by side; those of `gate_up_proj` are gate and up, one above the other.
 
     Args:
-        num_experts: their number.
         hidden: width of a token.
         inner: width inside an expert.
     """

@@ -72,7 +72,6 @@ class RunningStatistics:
         they change once per step on any number of ranks.
 
         Args:
-            buffers: of the modules.
             dp: the ranks that run different microbatches, or `None` for one.
         """
         known = {(id(buffer.module), buffer.key) for buffer in self._kept}

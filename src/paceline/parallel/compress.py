@@ -42,10 +42,6 @@ class Compression:
         residuals: of this rank.
         factor: by which the gradients of the current step are multiplied before they are encoded: it turns
             them into those of the sum of losses, and is a power of two.
-
-    Args:
-        settings: of the run.
-        model: its parameters to train.
     """
 
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
@@ -67,7 +63,6 @@ class Compression:
 
         Args:
             num_owned: per rank, the number of microbatches that it computes.
-            rank: the rank.
         """
         num_slots, num_ranks = self.settings.slots, len(num_owned)
         expected = count_owned(sum(num_owned), num_ranks, num_slots)

@@ -42,7 +42,6 @@ def measure_norm(
     Args:
         gradients: by full name, reduced; `None` counts as zero.
         parameters: theirs, in the same order.
-        placement: of the model.
         mesh: the ranks, or `None` for one.
         exact: whether the bits must not depend on dp_shard.
     """

@@ -122,7 +122,6 @@ def parallelize(
         model: on the device, in its final dtype; or on the meta device, see `construction`.
         mesh: the ranks, or `None` for a world of one.
         settings: how the model is laid out.
-        device: the device of the laid-out model.
         construction: the source of the values of a model on the meta device.
     """
     _check_trains(model)

@@ -254,9 +254,7 @@ class Placement:
         """Return a tensor of one number, laid out like a parameter of another stage.
 
         Args:
-            name: of the parameter.
             shape: of the tensor as it is on ranks of the parameter's stage.
-            dtype: its own.
         """
         like = dict(self._model.named_parameters(remove_duplicate=False))[name]
         one = torch.zeros((), dtype=dtype)

@@ -52,7 +52,6 @@ class ParameterReads(TorchFunctionMode):
 
     Args:
         model: laid out.
-        placement: its parts.
         mesh: the ranks, or `None` for a world of one.
     """
 

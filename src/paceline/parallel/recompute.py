@@ -56,7 +56,6 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
     """Recompute the blocks of a model in backward; names of parameters do not change.
 
     Args:
-        model: for the message.
         blocks: the blocks, each recomputed separately.
         kind: "block" or "selective".
     """

@@ -114,7 +114,6 @@ class Replica:
 
     Args:
         model: the model, on its device, in its final dtype, with parameters to train.
-        axis: the ranks that hold copies.
         settings: DDP's settings.
         exact: sums the buckets in place of the library's all-reduce.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must

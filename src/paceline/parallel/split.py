@@ -55,7 +55,6 @@ class Split:
 
         Args:
             size: of the whole dimension.
-            rank: of the axis.
         """
         inner = size // (self.outer * self.num_ranks)
         starts = [(number * self.num_ranks + rank) * inner for number in range(self.outer)]

@@ -60,8 +60,6 @@ def list_results(action: Action, num_stages: int, shared: Mapping[str, Sequence[
     """Return what an action gives to actions of other stages, in the order of sending.
 
     Args:
-        action: of any kind.
-        num_stages: of the model.
         shared: by name of a weight, the stages that use it, in order.
     """
     stage, microbatch = action.stage, action.microbatch

@@ -83,8 +83,6 @@ def find_homes(name: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of every stage.
 
     Args:
-        name: of a schedule.
-        num_ranks: of the pipeline.
         chunks: stages per rank of schedules that loop.
     """
     ranks = list(range(num_ranks))
@@ -155,7 +153,6 @@ def _fill_waits(homes: Sequence[int], num_microbatches: int, most_kept: int) -> 
 
     Args:
         homes: by stage.
-        num_microbatches: of a step.
         most_kept: microbatches that a rank keeps at once, each stage of it counted.
     """
     num_stages, num_ranks = len(homes), max(homes) + 1

@@ -227,11 +227,7 @@ class Profile:
 
 
 def analyse(traces: Sequence[RankTrace]) -> Profile:
-    """Return where the time went in the steps that all traces have.
-
-    Args:
-        traces: of all ranks.
-    """
+    """Return where the time went in the steps that all traces have."""
     traces = sorted(traces, key=lambda trace: trace.rank)
     numbers = _find_common(traces)
     meetings = find_meetings(traces)

@@ -54,7 +54,6 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     """Return the trace of a rank.
 
     Args:
-        file: its events.
         rank: whose it is.
 
     Raises:

@@ -106,7 +106,6 @@ def find_excess(own: SpentTime, late: SpentTime) -> dict[str, int]:
 
     Args:
         own: the waiting rank's time since both were together.
-        late: the late rank's.
     """
     phases = dict(late.phases)
     delay = sum(late.delays.values())
@@ -137,10 +136,8 @@ def find_blame(
     The second is the phase that explains most of all waiting, whoever was late; empty if none does.
 
     Args:
-        traces: of all ranks.
         matched: their collectives, in order of arrival.
         waits: by rank, in order of issue.
-        numbers: of the steps to count.
     """
     times = {trace.rank: _RankTime(trace, waits[trace.rank]) for trace in traces}
     shared: dict[tuple[int, int], _Shared] = {}
@@ -212,7 +209,6 @@ class _Shared:
     """The collectives that two ranks have in common, in order of arrival.
 
     Args:
-        rank, last: the two.
         matched: of all ranks, in order of arrival.
     """
 
@@ -240,7 +236,6 @@ def _explain(
     """Return since when the waiting rank is compared with the late one, and the late one's excess.
 
     Args:
-        wait: to explain.
         times: by rank.
         shared: by both ranks.
         steps: in which it was, on the waiting and on the late rank.

@@ -79,11 +79,7 @@ def grade_overlap(share: float) -> Grade:
 
 
 def judge_profile(profile: Profile) -> list[Finding]:
-    """Return what costs time, the causes first, each with one next move.
-
-    Args:
-        profile: the numbers.
-    """
+    """Return what costs time, the causes first, each with one next move."""
     found = [_judge_blame(blame, profile.mean_step_ns) for blame in profile.blames]
     loading = _judge_loading(profile)
     found += [*loading, *_judge_idle(profile), *_judge_needless(profile)]

@@ -20,7 +20,6 @@ def divide_loop(loop: Mapping[str, Spans], data: Spans, optimizer: Spans) -> tup
 
     Args:
         loop: spans by phase, and of waiting.
-        data: of the loaders.
         optimizer: of the optimizers, which may have several parts in a step.
     """
     forward, backward, collection, waiting = (

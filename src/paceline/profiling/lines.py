@@ -33,11 +33,7 @@ def find_line(
     """Return the place to blame; `None` if the samples do not show one.
 
     Args:
-        phase: in which the rank was late.
-        late: the rank.
-        waiters: the ranks that waited for it.
         divided: by rank, when it was in each phase, and when it waited.
-        numbers: of the steps to count.
         lost_ns: the time to explain in all of these steps.
     """
     has_spans = phase == COLLECTION and len(late.collections) > 0

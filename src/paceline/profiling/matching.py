@@ -109,7 +109,6 @@ def find_waits(
     A rank that has issued several collectives waits in the one that it issued first.
 
     Args:
-        matched: of all ranks.
         compute: by rank, when it computed.
         errors_ns: by rank, the error of its clock.
     """

@@ -177,7 +177,6 @@ def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:
     """Return the phases of a rank, divided so that none overlaps another.
 
     Args:
-        trace: the rank's.
         elsewhere: disjoint spans that belong to no phase.
     """
     taken, divided = elsewhere, {}

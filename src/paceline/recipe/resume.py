@@ -83,8 +83,6 @@ def check_resumable(old: Recipe, new: Recipe, *, where: str, accept: Sequence[st
     """Refuse to resume a run with a recipe that would make it another run.
 
     Args:
-        old: the recipe of the run.
-        new: the recipe that resumes it.
         where: the run's folder, for the message.
         accept: keys or sections that may differ, as for `check_accepted`.
     """

@@ -73,7 +73,6 @@ def render_ssh(job: SshJob, hosts: Sequence[str], environment: Mapping[str, str]
 
     Args:
         job: what to run.
-        hosts: of `read_hosts`.
         environment: of this process, of which a few variables are passed on.
     """
     meeting = f"{hosts[0].rpartition('@')[2]}:{job.port}"

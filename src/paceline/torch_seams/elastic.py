@@ -52,8 +52,6 @@ class Rounds(DynamicRendezvousHandler):
 
     Args:
         node: this node; nodes are numbered in their order. It has an attribute `addr`.
-        run_id: of the job.
-        nodes: the least and the most nodes.
         join_s: longest wait for a round.
         state: reads and writes the state.
         pause: waits for a moment between two readings; may raise an error.

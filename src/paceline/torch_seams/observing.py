@@ -41,7 +41,6 @@ def observe(
     The method keeps its results, its errors and their tracebacks.
 
     Args:
-        torch: the module.
         place: the method's owner, a class or module, and its name there.
         before: gets the method's arguments; must not raise.
         after: gets its result and its arguments; must not raise.
@@ -130,11 +129,7 @@ def read_default_group() -> tuple[str, tuple[int, ...], int] | None:
 
 
 def is_mean(frame: FrameType | None) -> bool:
-    """Return whether the running backward starts at one unweighted mean: its gradient is that of the mean.
-
-    Args:
-        frame: of the thread that called backward.
-    """
+    """Return whether the running backward starts at one unweighted mean: its gradient is that of the mean."""
     for _ in range(_MANY_FRAMES):
         if frame is None or frame.f_code.co_name == "_engine_run_backward":
             break

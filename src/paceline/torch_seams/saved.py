@@ -61,7 +61,6 @@ def list_saved(node: Any, tensor_class: type) -> list[Any]:
     unpacked are returned in place of its result.
 
     Args:
-        node: of the graph.
         tensor_class: `torch.Tensor`.
     """
     found: list[Any] = []

@@ -15,7 +15,6 @@ class TorchName:
 
     Args:
         path: dotted, beginning with `torch`; the alternatives of different versions are separated by " or ".
-        use: its purpose here.
         public: the public way, and why it is not sufficient; "" if there is none.
         fallback: what happens without it. A torch that lacks a name without fallback is refused.
     """

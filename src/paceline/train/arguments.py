@@ -197,8 +197,6 @@ class Arguments:
         """Return what writes the run's metrics.
 
         Args:
-            world: the ranks.
-            layout: of the ranks.
             describe: returns the settings of the run that is not a recipe's.
         """
         recipe = self.recipe_toml

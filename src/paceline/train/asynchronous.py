@@ -76,9 +76,6 @@ class Workers:
     Collective: all ranks construct it, and iterate over `run` to its end.
 
     Args:
-        world: the ranks.
-        staleness: the bound.
-        first_step: the number of updates so far.
         first_batch: number of the next global batch.
         num_steps: updates to apply.
 
@@ -218,12 +215,7 @@ def pack(pushed: Pushed) -> Tensor:
 
 
 def unpack(message: Tensor, trained: Sequence[Tensor]) -> Pushed:
-    """Return the gradient that a message has.
-
-    Args:
-        message: the result of `pack`.
-        trained: the parameters.
-    """
+    """Return the gradient that a message has."""
     start = 8 * (1 + len(trained))
     unit, *has = message[:start].clone().view(torch.float64).tolist()
     sizes = [
@@ -293,8 +285,6 @@ def find_oldest(rows: Sequence[UpdateRow], *, step: int, batch: int) -> list[int
     """Return, by update, the oldest version that it or a later one needs.
 
     Args:
-        rows: to replay.
-        step: the number of updates so far.
         batch: number of the next global batch.
     """
     if not rows:

@@ -52,7 +52,6 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
     A pair is returned as it is. A scalar is taken as the mean over the microbatch's samples.
 
     Args:
-        loss: the result of the loss function.
         batch: the microbatch that it was computed on.
         by: the function that returned it, for the message.
     """
@@ -202,7 +201,6 @@ def check_same_batch(batch: Any, number: int) -> None:
     """Compare a batch that every rank has whole; raise PL668 if they differ. Collective.
 
     Args:
-        batch: the batch.
         number: how many such batches there were, with this one; only the first ones are compared.
     """
     _check_lengths(batch, count_samples(batch))

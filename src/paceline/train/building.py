@@ -96,10 +96,8 @@ def build_model(
     """Place a module on its device in its dtype, or build a factory's, without values yet; collective.
 
     Args:
-        name: of the model.
         model: module or factory.
         precision: dtype and device.
-        seed: of the run.
         group: all ranks; `None` in a world of one.
     """
     if isinstance(model, nn.Module):
@@ -164,7 +162,6 @@ def build_updates(
     Args:
         built: the models by name; those without an optimizer factory are filled in and never updated.
         factories: of optimizers, by name of the model.
-        settings: for all models.
         world_size: ranks.
     """
     for each in built.values():
@@ -201,7 +198,6 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     """Raise if the layout breaks rules, with all reasons.
 
     Args:
-        built: the model.
         settings: the layout, resolved, and what goes with it.
         precision: dtype and device.
         world_size: ranks.
@@ -288,7 +284,6 @@ def check_functions(
 
     Args:
         names: the named models, or `None` for one model.
-        step, forward, loss, optimizer, metrics: as given to `Trainer`.
     """
     several = names is not None
     if several and (step is None or forward is not None or loss is not None or metrics):

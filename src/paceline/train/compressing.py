@@ -14,9 +14,7 @@ def choose_compression(
     """Return the settings of the compression with the number of slots known; `None` without compression.
 
     Args:
-        section: as given.
         layout: resolved.
-        reduction: as given.
         has_comm_hook: whether a communication hook is given.
     """
     if section.kind == "none":

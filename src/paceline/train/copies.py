@@ -93,7 +93,6 @@ class Copies:
         name: of the model, for messages.
         model: laid out.
         optimizer: over its parameters.
-        placement: of the model.
         mesh: the ranks, or `None` in a world of one.
     """
 

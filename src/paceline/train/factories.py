@@ -21,7 +21,6 @@ def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
 
     Args:
         name: of the model, for the message.
-        optimizer: the factory's result.
         model: laid out; the factory got its parameters.
     """
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):

@@ -45,7 +45,6 @@ class GlobalLoss:
     """The two passes that give microbatches the gradients of one loss over all of them.
 
     Args:
-        model: the model that is trained.
         forward: from (model, batch) to the output; runs on microbatches.
         loss: from (output, batch) of the whole global batch to (sum of losses, weight) or their mean.
         mesh: the ranks, or `None` in a world of one.
@@ -70,8 +69,6 @@ class GlobalLoss:
         """Run the first pass and the loss; collective.
 
         Args:
-            runner: of the model.
-            share: this rank's microbatches.
             step, phase: as for `Work`, so that both passes draw the same random numbers.
 
         Returns:

@@ -71,7 +71,6 @@ class IslandRanks:
         """Raise PL672 for batches of a loader that islands cannot share equally.
 
         Args:
-            dataset: the data.
             global_batch_size, microbatch_size: in samples.
             is_whole: whether the last batch of an epoch counts, which may be smaller.
         """
@@ -90,9 +89,7 @@ def place_islands(given: Arguments, layout: Layout, rank: int) -> IslandRanks | 
     """Return the islands of a trainer; `None` for one, which is plain training.
 
     Args:
-        given: the arguments.
         layout: resolved.
-        rank: this one.
     """
     section = given.islands_section
     count = section.count

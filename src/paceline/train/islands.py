@@ -74,10 +74,8 @@ class Islands:
 
     Args:
         ranks: where the islands are.
-        update: of the model.
         group: the ranks with this one's place in other blocks; `None` for one block.
         is_main: whether this is rank 0.
-        device: of the model.
 
     Attributes:
         ranks: as given.
@@ -244,7 +242,6 @@ class Islands:
         """End a step of all own islands; exchange if a period ends, and else return `None`; collective.
 
         Args:
-            step: its number.
             signum: the signal that this rank received, or 0.
             is_last: whether the run ends with it.
         """

@@ -33,7 +33,6 @@ class TrainerLoader(Loader, Generic[Handed]):
     """A loader whose iteration belongs to a trainer's steps.
 
     Args:
-        trainer: the trainer that made the loader.
         dataset, settings: as for `Loader`.
         shard: `"loader"` for the whole data, `"mine"` for this rank's own part.
         dp: the ranks that have different samples; `None` in a world of one.

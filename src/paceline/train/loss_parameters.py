@@ -46,7 +46,6 @@ def check_loss_parameters(loss: Tensor, own: Collection[int], name: str) -> None
     """Walk a loss's graph once, and look for parameters that are not the model's.
 
     Args:
-        loss: of a microbatch.
         own: ids of the parameters that its graph may end at.
         name: of the model, for messages.
     """

@@ -73,7 +73,6 @@ class MetricsWriter:
     """A writer of `metrics.jsonl` (a row per optimizer step), `evaluations.jsonl` and `updates.jsonl`.
 
     Args:
-        folder: the run's folder.
         last_step: the step that the run resumes from. Later rows of an earlier, killed start are dropped, so
             that the file holds each step once.
         open_feed: returns the feed of sinks, once the folder is ready; `None` without sinks.
@@ -226,7 +225,6 @@ def describe_step(
     """Return the row of one step.
 
     Args:
-        step: the step's results.
         samples: of the whole run so far.
         tokens_per_sample: for text, else `None`.
         flops_per_sample: of forward and backward, counted once.

@@ -76,7 +76,6 @@ def find_mixing(optimizer: Optimizer, parameters: Sequence[Parted]) -> set[str] 
 
     Args:
         optimizer: as built, before its first step.
-        parameters: those that it trains.
     """
     if type(optimizer) in _ELEMENTWISE or not parameters:
         return None

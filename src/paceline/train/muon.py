@@ -15,7 +15,6 @@ class StackedMuon(torch.optim.Muon):
 
     Args:
         parameters: of at least two dimensions; at least one is a matrix.
-        options: of `torch.optim.Muon`.
     """
 
     def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:

@@ -81,7 +81,6 @@ def load_optimizer_state_by_name(
     Args:
         optimizer: of the same kind as the saved one.
         named_parameters: `model.named_parameters()`.
-        tree: the result of `optimizer_state_by_name`.
         placement: of the model; the tree then has an `OwnPart` for this rank's part of a divided tensor.
         is_same: whether both must have the same parameters; else others begin without state.
     """

@@ -27,8 +27,6 @@ class MemoryErrors:
 
     Args:
         world: of the rank that runs out of memory.
-        layout: of the trainer.
-        dtype: of the trainer.
     """
 
     def __init__(self, world: World, layout: Layout, dtype: str) -> None:

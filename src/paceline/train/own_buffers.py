@@ -21,8 +21,6 @@ class FirstPass:
     """A loop's first pass.
 
     Args:
-        model: of the loop.
-        statistics: of the model.
         dp: the ranks that have different microbatches; `None` for one rank.
     """
 

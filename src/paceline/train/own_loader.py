@@ -30,7 +30,6 @@ def open_loader(
     Args:
         data: a torch `DataLoader`, or a data set.
         given: settings that count more than those of the `DataLoader`.
-        seed: of a sampler's draws.
         is_own: whether the data are this rank's own part.
     """
     data, taken = _open(data, seed)

@@ -39,7 +39,6 @@ class Phases:
         statistics: BatchNorm's, of all models.
         precision: dtype and device.
         global_loss: the loss over whole global batches, or `None` for one over microbatches.
-        microbatch_size: as the user chose it.
 
     Attributes:
         stop_signum: the signal that some rank received, as this step's updates have agreed; or 0.
@@ -82,7 +81,6 @@ class Phases:
         """Start a step, and note in `is_running` that one runs.
 
         Args:
-            share: this rank's microbatches.
             step, settings: as for `Update.run`.
             requests: signals that this rank received.
             island: number of this rank's island, whose random numbers differ from those of others.
@@ -111,7 +109,6 @@ class Phases:
         """Run one update of a model, inside of `running`; collective.
 
         Args:
-            name: of the model.
             objective: forward and loss.
         """
         if name not in self._updates:

@@ -53,10 +53,8 @@ class Probe:
 
     Args:
         models: all models that the loss may run.
-        runner: of the model that is updated.
         mesh: the ranks, or `None` in a world of one.
         is_divided: whether forwards of the model communicate with other ranks.
-        dtype: of the training.
     """
 
     def __init__(

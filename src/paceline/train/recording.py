@@ -24,9 +24,6 @@ class StepRecords:
     """The metrics of steps and evaluations in the run's folder, written by rank 0.
 
     Args:
-        world: the ranks.
-        layout: of the ranks.
-        dtype: of the training.
         peak_flops: of one rank's device; `None` to use the known value of a common GPU.
         tokens_per_sample: for tokens/s.
         sinks: what else gets the metrics.
@@ -76,9 +73,7 @@ class StepRecords:
         """Write a step.
 
         Args:
-            step: the latest.
             num_samples: of the run, up to it.
-            updates: of all models.
             save_times: of the saves since the step before.
             values: the user's own, by name.
             num_steps: of the whole run, if known.

@@ -182,8 +182,6 @@ def train_recipe(
 
     Args:
         recipe: what to train.
-        folder: the run's folder.
-        world: the ranks.
         reporter: receives the progress, on rank 0.
         accept: keys or sections of the recipe that may differ from those of the run in the folder; it
             continues with the new values.

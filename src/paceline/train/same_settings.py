@@ -227,9 +227,7 @@ def check_same_samples(loader: Loader, share: Share, group: dist.ProcessGroup) -
     compared from then on, as long as another field shows that the samples are the same.
 
     Args:
-        loader: of the stream.
         share: with digests of its samples.
-        group: the ranks.
 
     Raises:
         PacelineError: PL668, on every rank.
@@ -261,7 +259,6 @@ def different_data_error(saw: str, rule: str = "") -> PacelineError:
     """Return PL668, for ranks whose data differ.
 
     Args:
-        saw: the difference.
         rule: the reason, if it is not that the loader divides the data.
     """
     error = PacelineError(

@@ -128,7 +128,6 @@ def list_changes(saved: Settings, here: Settings, loaders: Iterable[str]) -> dic
     """Return the settings that differ, with the old and the new value.
 
     Args:
-        saved: of the checkpoint.
         here: of this start; a loader is compared when it is made.
         loaders: names of this start's loaders.
     """
@@ -153,7 +152,6 @@ def check_names(accept: Collection[str], known: Collection[str]) -> None:
     """Raise PL517 for a name that no setting has.
 
     Args:
-        accept: the user's argument.
         known: names of all settings of the checkpoint and of this start.
     """
     for name in accept:
@@ -177,9 +175,7 @@ def refuse_changes(
     """Raise PL515 for changes that the user has not accepted, all in one message.
 
     Args:
-        changes: the result of `list_changes`.
         accept: names of settings, or of a part of them (`optimizer` for all of `optimizer.lr` and so on).
-        folder: of the run.
         is_recipe: whether a recipe is trained; a user then accepts changes by recipe key.
 
     Returns:

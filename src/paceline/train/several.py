@@ -59,7 +59,6 @@ def join_optimizers(model: str, made: Any) -> Any:
 
     Args:
         model: its name, for the message.
-        made: the result.
     """
     if not isinstance(made, (list, tuple)) or not made or not all(isinstance(o, Optimizer) for o in made):
         return made

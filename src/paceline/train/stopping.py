@@ -123,8 +123,6 @@ class StopChecks:
     how many pieces the slowest rank does in a second, and so which piece the next one comes after.
 
     Args:
-        requests: the signals of this rank.
-        device: for the collective.
         is_alone: whether there are no other ranks.
         first: after which piece the first check comes.
     """

@@ -115,10 +115,8 @@ class Update:
     Args:
         name: of the model, for messages and checkpoints.
         model: on its device.
-        runner: of its microbatches.
         placement: the distribution of its parts over the ranks.
         mesh: the ranks, or `None` in a world of one.
-        optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
         built: how the optimizer was built.
         is_exact: whether gradients and their norm are summed in an order that does not depend on dp.
@@ -289,7 +287,6 @@ class Update:
         """Return the work for the runner; `finish` and `end` follow.
 
         Args:
-            share: this rank's microbatches.
             objective: forward and loss; `None` if the caller computes them.
             step: number of the optimizer step, from 1.
             phase: number of this update within the step.
@@ -355,8 +352,6 @@ class Update:
         """Load the results of `optimizer_state` and `state_dict`, each rank its part.
 
         Args:
-            optimizer_state: the result of `optimizer_state`.
-            state: the result of `state_dict`.
             step: number of the last step taken.
             changed: names in `settings` that keep their values as built.
         """
@@ -403,7 +398,6 @@ class Update:
         """Load the result of `optimizer_state`, each rank its part.
 
         Args:
-            state: to load.
             is_same: whether it must have the same parameters; else others begin without state.
         """
         self.before_write()

@@ -44,7 +44,6 @@ class WholeMetric:
     """A metric that is computed once, from all samples; every rank computes it from the same numbers.
 
     Args:
-        name: of the metric.
         metric: an object with `reset`, `update` and `compute`, as of torchmetrics, or a function of tensors
             that have a row per sample.
         select: from (output, batch) of a microbatch to the arguments of `update`, or of the function.

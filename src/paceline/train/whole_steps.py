@@ -93,7 +93,6 @@ class WholeSteps:
 
     Args:
         named: the model's parameters by full name.
-        placement: of the model.
         whole: by name of a parameter that is stepped as a plain tensor, whether it must be whole. The
             parts of the others are stepped where they are.
     """
@@ -334,8 +333,6 @@ def _exchange(
     """Send tensors to each rank of an axis, and receive others; one all-to-all.
 
     Args:
-        axis: the ranks.
-        device: of the tensors.
         sent: by rank.
         forms: shape and dtype of what each rank sends to this one.
     """

@@ -134,7 +134,6 @@ class Comparer:
 
     Args:
         reference: whole tensors.
-        trainer: of the layout.
         bits: whether the layout promises the reference's bits; then no difference counts as rounding.
     """
 
@@ -312,10 +311,7 @@ def compare_layouts(
     """Train one layout after another on the present ranks, and compare each; collective.
 
     Args:
-        subject: the subject that is verified.
         folder: with the reference.
-        facts: of the reference.
-        layouts: of this number of ranks.
         watched: the step whose modules are watched, as they were in the reference; 0 for none.
 
     Returns:

@@ -211,8 +211,6 @@ def make_reference(subject: Subject, folder: str, step: int = 0) -> Facts:
     """Train the reference and its reruns on one rank, and write them into the folder.
 
     Args:
-        subject: the subject that is verified.
-        folder: for the tensors.
         step: whose modules are watched; 0 for none.
     """
     with start(**subject.start):

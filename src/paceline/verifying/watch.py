@@ -88,9 +88,7 @@ class Watch:
     """The hooks on all modules of a trainer, active in one step.
 
     Args:
-        trainer: the trainer whose model is watched.
         observer: receives the events.
-        dtype: of training.
         step: that is watched.
 
     Attributes:

@@ -17,7 +17,6 @@ class Replicas:
     """A module and its copies.
 
     Args:
-        torch: the package.
         module: on the CPU or on one device.
         num: replicas, with the module itself.
 

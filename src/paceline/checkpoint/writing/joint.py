@@ -90,9 +90,7 @@ class JointSave:
         seconds: from the making of this object to the outcome.
 
     Args:
-        commits: of the run.
         order: what is saved.
-        rank: this one.
         store: of the ranks; `None` for a single writer.
         name_rank: adds this rank to an error, for the others.
     """
@@ -134,7 +132,6 @@ class JointSave:
             plans: the files, of tensors that do not change any more.
             digests: of this rank's tensors that other ranks hold too.
             error: why there is nothing to write.
-            niceness: of the thread.
         """
 
         def run() -> None:

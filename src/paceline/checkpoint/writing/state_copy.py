@@ -105,10 +105,8 @@ class StateCopy:
     Args:
         thread: copies what only an optimizer's step changes.
         memory: large enough (`measure`).
-        plans: the files of this rank.
         late: ids of the tensors that only an optimizer's step changes.
         held: what other ranks hold copies of, to be read by the thread too.
-        device: of the model.
         on_end: called by the thread once the copy is complete, with this object, `None` or why it failed, and
             the digests of what is held.
 

@@ -60,11 +60,6 @@ class StoreRendezvous(RendezvousHandler):
         is_elastic: whether ranks start again if the nodes change; else the loss of a node ends the job.
 
     Args:
-        job: its name.
-        store: of the job.
-        terms: of this node.
-        waits: all waits.
-        me: this launcher.
         is_elastic: see above.
         on_loss: called as soon as a node of the round is lost, to end the ranks; in a thread of its own.
         hold: lets this node's ranks run until some time of the monotonic clock.

@@ -45,10 +45,6 @@ class SharedState(RoundStateHolder):
         record: the latest record that was read or written.
 
     Args:
-        store: of the job.
-        me: this launcher.
-        terms: of this node.
-        waits: all waits.
         pause: waits between two readings.
     """
 

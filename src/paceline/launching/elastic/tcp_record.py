@@ -35,8 +35,6 @@ class TcpRecord:
         is_host: whether this launcher serves the store.
 
     Args:
-        place: of the store.
-        job: the job's name.
         address: this node's, as the others reach it, where it may serve the store; `None` elsewhere.
     """
 

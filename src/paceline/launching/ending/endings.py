@@ -205,12 +205,7 @@ def find_cause(endings: list[Ending]) -> Ending | None:
 
 
 def may_follow(cause: Ending, logs: Iterable[str]) -> bool:
-    """Return whether mismatched collectives, or another rank's end, may have caused an end.
-
-    Args:
-        cause: the end.
-        logs: the ends of the ranks' logs.
-    """
+    """Return whether mismatched collectives, or another rank's end, may have caused an end."""
     # If gloo aborts one rank because of too many bytes, another rank got too few and may fail first.
     return cause.follower or cause.code == -signal.SIGABRT or any(map(_BYTES.search, logs))
 

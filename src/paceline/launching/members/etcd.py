@@ -36,7 +36,6 @@ class Etcd:
 
     Args:
         servers: as `http://HOST:PORT`; the first that answers is used.
-        job: the job's name.
     """
 
     def __init__(self, servers: Sequence[str], job: str) -> None:

@@ -60,9 +60,6 @@ class Pulse:
         is_leading: whether this launcher watches the beats of all others.
 
     Args:
-        store: of the job.
-        me: this launcher.
-        waits: all waits.
         listener: follows the record.
     """
 

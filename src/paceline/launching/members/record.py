@@ -126,8 +126,6 @@ class Record:
         Follows `_sanitize` of torch's dynamic rendezvous.
 
         Args:
-            key: of the node.
-            why: for people.
             is_lost: whether it is lost.
             is_steady: whether it had been there for so long that earlier losses no longer count.
         """

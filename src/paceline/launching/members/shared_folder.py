@@ -25,7 +25,6 @@ class SharedFolder:
 
     Args:
         folder: the folder of all jobs; made if it is not there.
-        job: the job's name.
     """
 
     def __init__(self, folder: Path, job: str) -> None:

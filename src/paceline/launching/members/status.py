@@ -15,7 +15,6 @@ def describe_job(store: Store, wait_s: float) -> dict[str, Any] | None:
     """Return the state of a job with a row per node, or None if the store knows no such job.
 
     Args:
-        store: of the job.
         wait_s: a node is there if its beat changes in this time.
     """
     try:

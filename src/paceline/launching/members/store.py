@@ -47,5 +47,4 @@ class Store(Protocol):
         Args:
             number: of the new record, one more than that of `before`.
             before: the record as read; `None` if there was none.
-            after: the new one.
         """

@@ -214,7 +214,6 @@ def serve_calls(connection: Connection, call: RankCall | None = None) -> None:
     """Serve until the launcher has ended; in a rank, call the function. Does not return.
 
     Args:
-        connection: to the launcher.
         call: what ranks run, if it cannot be sent because it cannot be pickled.
     """
     start = Keeper(connection).serve()

@@ -81,7 +81,6 @@ def open_streams(
     Args:
         copier: the pump; None for this process's own stdout and stderr.
         stdout: a file that is cut to nothing first; empty for the terminal.
-        stderr: the same.
         log: a file that gets what goes to no file of its own.
         shows: whether that is written to the terminal too.
         persists: see `Pump.copy`.

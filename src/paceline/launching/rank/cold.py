@@ -27,8 +27,6 @@ def let_in(command: Sequence[str], watch: str, rank: int, launch_folder: str, fo
         command: as torchrun has it, `PYTHON -u SCRIPT ...`. Where that is another Python than this one
             (PYTHON_EXEC), which need not have this package, it is given back as it is.
         watch: see `watching.Watcher.entry`.
-        rank: its number among all.
-        launch_folder: the launcher's.
         folder: where this attempt's ranks leave word.
     """
     if tuple(command[:2]) != (sys.executable, "-u"):
@@ -55,8 +53,6 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
     """Start the watch, and return the function that runs the script.
 
     Args:
-        watch: as on the command line.
-        words: the script's.
         loaded: modules that Python has loaded by itself.
     """
     # Last, so that no file beside the package is imported in place of a module of Python.

@@ -102,7 +102,6 @@ def construct(
 
     Args:
         factory: builds the model; called once on rank 0, and once or twice on the others.
-        seed: of all random numbers.
         place: called with the model afterwards: for example to change the dtype.
         group: the ranks; by default, this process alone.
         read: of a pretrained model: returns what reads its values, by name; called on rank 0.

@@ -105,7 +105,6 @@ def place_values(
 
     Args:
         construction: its model may have been laid out since, as long as names are unchanged.
-        device: the device of the values.
         cut: returns the part that this rank keeps; all by default. If it returns a view smaller than its
             argument, the view is copied, because it would keep the whole tensor alive.
 

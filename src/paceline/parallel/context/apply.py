@@ -33,7 +33,6 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         model: on meta, or with the same weights on every rank of cp; tp may have split it.
         plan: of the same model, before tp has split it.
         axis: cp.
-        masks: the model's dropout.
 
     Returns:
         The rows of each stretch, which the forward that enters it divides.

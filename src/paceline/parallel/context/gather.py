@@ -61,7 +61,6 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool) -> Change:
     """Return a change that makes a call of attention see the keys of all ranks.
 
     Args:
-        rows: of the stretch.
         gathers: whether a rank has rows of the keys too; if not, they are of a whole sequence.
         is_causal: whether a call with several queries is. Code may leave that out for a single query, which
             in one process is the first position, and here is any.
@@ -171,7 +170,6 @@ def gather_keys(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     Args:
         tensor: this rank's rows.
         dim: of the rows, not negative.
-        rows: of the stretch.
     """
     rows.check(tensor, dim, rows.own)
     return differentiate(all_gather_rows, _add_up_rows, tensor, dim, rows.division, rows.axis)

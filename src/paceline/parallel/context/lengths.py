@@ -24,8 +24,6 @@ def change_given(
     """Return the arguments of a call, with the size that it gives dimension `dim` of its result changed.
 
     Args:
-        func: of `SIZED` or `LENGTHY`.
-        args, kwargs: of the call.
         dim: of the result; nothing is changed if the call does not specify its size.
         change: from the given size to the one to use.
     """

@@ -131,7 +131,6 @@ def to_heads(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
         tensor: its dimension `dim` holds the rows.
         dim: of the rows.
         split: the dimension of the heads, and how it is cut.
-        rows: of the stretch.
     """
     rows.check(tensor, dim, rows.own)
     return differentiate(_exchange_to_heads, _exchange_to_rows, tensor, dim, split, rows.counts, rows.axis)

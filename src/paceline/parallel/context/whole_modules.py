@@ -29,7 +29,6 @@ class WholeCalls:
     """The calls of modules that need whole sequences, in a trial forward.
 
     Args:
-        trace: the forward.
         names: full names of the modules. One inside of another is a part of that one.
 
     Attributes:
@@ -87,7 +86,6 @@ def plan_whole(walk: Walk, index: int, call: ModuleCall, last: int) -> WholeModu
     Args:
         walk: has reached the call.
         index: number of the stretch.
-        call: of the module.
         last: number after the stretch's last operation.
     """
     takes = {path: tensor for path, tensor in call.tensors.items() if tensor in walk.rows}
@@ -133,9 +131,7 @@ def join_whole(tensor: Tensor, place: tuple[int, bool], rows: Rows) -> Tensor:
     """Return the whole sequences, from this rank's rows.
 
     Args:
-        tensor: this rank's.
         place: the dimension of the positions, and whether samples share it.
-        rows: of the stretch.
     """
     dim, is_shared = place
     if not is_shared:

@@ -142,8 +142,6 @@ def draw_bits(
         seed: of the run, the step and everything else that separates draws.
         key: name of the draw.
         samples: numbers of the samples in the global batch, in the order in which the tensor holds them.
-        size: of the tensor on this rank.
-        device: the device of the result.
         place: the place of the samples; without a dimension the first sample's number stands for all.
         cuts: the part of the whole tensor that this rank has.
     """

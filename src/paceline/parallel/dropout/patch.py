@@ -31,11 +31,7 @@ class PatchedFunction:
 
 
 class Patches:
-    """A set of replacements in force inside `applied`; entering again changes nothing.
-
-    Args:
-        spots: the functions that are replaced.
-    """
+    """A set of replacements in force inside `applied`; entering again changes nothing."""
 
     def __init__(self, spots: list[PatchedFunction]) -> None:
         self._spots = spots

@@ -219,7 +219,6 @@ def _remember(function: Callable[..., Any], *, is_second: bool) -> Callable[...,
     """Return `function`, whose second and later runs use the scope of this call.
 
     Args:
-        function: the forward of a block.
         is_second: whether the first run is made elsewhere, so that all runs of the result are repetitions.
     """
     top = scope.top

@@ -28,7 +28,6 @@ class ExpertSum:
     """The gradients of the experts that a rank holds.
 
     Args:
-        parameters: this rank's parts.
         axis: the ranks of ep with tokens of other microbatches.
         copies: the ranks that hold the same experts.
         ranks: sums over the copies.
@@ -60,13 +59,7 @@ class ExpertSum:
         self._kept = {}
 
     def use(self, parameter: Tensor, place: int, number: int) -> Tensor:
-        """Return a parameter for a product with rows from one source.
-
-        Args:
-            parameter: this rank's part.
-            place: of the source in ep.
-            number: of the round.
-        """
+        """Return a parameter for a product with rows from one source."""
         if not self._is_exact:
             return parameter
         leaf: Tensor = _Leaf.apply(parameter, self, place, number)  # type: ignore[no-untyped-call]
@@ -84,7 +77,6 @@ class ExpertSum:
         """End a round after its backward.
 
         Args:
-            number: of the round.
             microbatches: per rank of ep, the number of the microbatch that it ran, or `None`.
         """
         if not self._is_exact:

@@ -63,9 +63,6 @@ class TrialLoop(TorchFunctionMode):
 
     Which tokens an expert gets depends on numbers. In a trial forward each expert gets as many as there are.
     If they are counted, they are divided evenly. No expert is left out.
-
-    Args:
-        fake: the mode of these tensors.
     """
 
     def __init__(self, fake: Any) -> None:

@@ -68,9 +68,7 @@ class ExpertLayout:
 
     Args:
         model: whole, with the same weights on every rank, or on meta.
-        mesh: the ranks.
         is_exact: whether to sum gradients in an order that does not depend on the ranks.
-        device: of the laid-out model.
         recomputed: names of the blocks whose forward backward repeats.
 
     Attributes:
@@ -203,8 +201,6 @@ class ExpertLayout:
 
         Args:
             autocast: returns the context of a forward.
-            number: of the round.
-            stage: of pp.
         """
         self.start_round(number)
         blocks = []

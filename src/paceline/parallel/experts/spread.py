@@ -46,7 +46,6 @@ class SameRows:
 
         Args:
             numbers: by expert, [experts, ...].
-            num_runs: the degree of ep.
         """
         if self.size == 1:
             return numbers
@@ -58,7 +57,6 @@ class SameRows:
 
         Args:
             rows: [rows, width], sorted by run.
-            lengths: of the runs.
         """
         if self.size == 1:
             return rows

@@ -42,7 +42,6 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
         rows: [rows, width], those for rank 0 first.
         sent: number of rows for each rank.
         received: number of rows from each rank.
-        group: the ranks of ep.
     """
     if group.size() == 1:
         return rows

@@ -102,8 +102,6 @@ class GatherChunks(AllGather):
     """The all-gather of one group's parameters.
 
     Args:
-        progress: of this model.
-        number: of the group.
         on_cpu: whether the model is on the CPU. Then the gather always runs asynchronously, so that a
             prefetched one overlaps with compute; fully_shard waits for it before the parameters are used.
 
@@ -152,8 +150,6 @@ class ChunkSum(ReduceScatter):
     """The sum of one group's gradients over all ranks of dp.
 
     Args:
-        progress: of this model.
-        number: of the group.
         ranks: sums over the ranks of dp.
 
     Attributes:

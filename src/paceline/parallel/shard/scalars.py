@@ -27,7 +27,6 @@ class WholeParameters:
 
     Args:
         model: sharded; these are its parameters that are no DTensors.
-        progress: of this model.
         ranks: sums over the ranks of dp.
         apart: full names of parameters whose gradients are summed elsewhere.
     """

@@ -80,7 +80,6 @@ def apply_sharding(
     Args:
         model: on its device, or on the meta device.
         mesh: one-dimensional, over the ranks that share one copy.
-        settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none" or "cpu".
         apart: full names of parameters that are not sharded.

@@ -73,8 +73,6 @@ class Shards:
     Args:
         model: on its device, in its final dtype, equal on all ranks; or on the meta device, to be filled
             before the first forward (each parameter's `to_local()` is this rank's shard).
-        mesh: the ranks.
-        settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none" or "cpu": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.

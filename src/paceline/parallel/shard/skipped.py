@@ -47,9 +47,7 @@ class Skipped:
     Args:
         model: sharded.
         units: its blocks, and the model last.
-        progress: of this model.
         ahead: number of blocks that are gathered ahead.
-        marks: of this model.
         held: its units that are gathered as long as the model itself; these are left out here.
 
     Attributes:

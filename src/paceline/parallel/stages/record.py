@@ -150,8 +150,6 @@ def record_forward(
         model: its parameters may be on the meta device.
         blocks: full names of the modules between which the model may be cut.
         run: calls the model.
-        device: of the model when it trains.
-        loss: of what `run` returns.
     """
     recorder = _Recorder(model, blocks, device)
     with _refusing_kept(model, recorder), FlopCounter() as counter:

@@ -30,7 +30,6 @@ class StageSum:
 
     Args:
         parameters: to train; those that this stage is the first to use.
-        dp: the data ranks.
         ranks: sums over them.
         shards: of the parameters, which get the sums; `None` if they are not sharded.
 
@@ -160,9 +159,7 @@ def build_sums(
 
     Args:
         parameters: by stage, those that it adds up.
-        mesh: the ranks.
         group: the data ranks, for exact sums alone; `None` for one rank or fast sums.
-        device: of the model.
         shards: of the parameters, if they are sharded.
         is_exact: whether the order of additions is that of the tree.
     """

@@ -40,9 +40,7 @@ class StageRun(Walker):
         modules: all of the model's, with their full names; this stage's have their parameters.
         blocks: as in the record.
         cut: of a forward on a batch of the same shapes.
-        stage: its number.
         received: the tensors of `cut.crossings[stage]`.
-        device: of the model.
         has_modes: whether the model's modules use modes for functions of torch, as tp does; these see the
             calls inside of blocks too.
     """

@@ -74,7 +74,6 @@ class StageShards:
         mesh: with several ranks of dp_shard.
         shapes: by name, the shape of the parameter before it is sharded.
         users: by name of a parameter, the stages that use it.
-        own: the stages of this rank.
         zero: 1, 2 or 3; see the module.
         prefetch: whether the next action's stage is gathered ahead.
         apart: full names of parameters that are not sharded.
@@ -199,7 +198,6 @@ class StageShards:
         """Make the parameters of a stage whole; collective over dp_shard.
 
         Args:
-            stage: of the action.
             following: the stage of the next action, if there is one.
         """
         if self.zero < 3:

@@ -51,9 +51,6 @@ class Stages:
         model: whole, on any device.
         mesh: with several ranks of pp.
         example: calls the model on a batch of a few samples.
-        masks: the model's dropout.
-        device: of the laid-out model.
-        rows: of the stretches that cp divides.
         has_modes: see `StageRun`.
 
     Attributes:
@@ -188,7 +185,6 @@ class Stages:
         Args:
             batch: on the device.
             run: calls the model on it.
-            loss: of what `run` returns.
         """
         leaves = [
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)

@@ -79,9 +79,7 @@ class StageTransfer:
     """The messages of one step.
 
     Args:
-        pp: the ranks.
         schedule: of the largest number of microbatches of a data rank.
-        num_microbatches: of this one.
         shared: by name of a weight that several stages use, these stages.
         describe: from a message to the forms of its tensors.
         device: where they are.

@@ -28,7 +28,6 @@ class CompiledBlock:
     """A block's calls, if it has compiled code: what follows the forward decides which code runs.
 
     Args:
-        name: its full name.
         call: calls its hooks and its forward.
         compiled_call: the same, compiled.
     """

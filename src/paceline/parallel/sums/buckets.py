@@ -58,11 +58,8 @@ class BucketSums:
     Collective: every rank of the group must construct it and run the same buckets.
 
     Args:
-        model: its parameters to train.
         group: the ranks, used for nothing else; `None` in a world of one.
-        device: of the model.
         apart: parameters whose gradients are summed elsewhere.
-        compression: of the gradients.
 
     Attributes:
         ranks: the sum over ranks.

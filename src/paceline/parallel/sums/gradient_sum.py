@@ -37,7 +37,6 @@ class RankSum:
 
     Args:
         group: the data ranks of an exact sum, used for nothing else; `None` for one rank, or a fast sum.
-        device: of the vectors.
         shards: the ranks that share each vector; `None` if none do.
         replicas: the ranks that have the same shard, for a fast sum.
         is_exact: whether the order of additions is that of the tree.
@@ -96,8 +95,6 @@ class RankSum:
         """Return this rank's row of the sum of subtrees; may overwrite them.
 
         Args:
-            vectors: this rank's subtrees.
-            own: of the step.
             scratch: as long; overwritten. May be the last of them.
         """
         if self.exchange is not None:
@@ -126,7 +123,6 @@ class RankSum:
         """Sum the subtrees of a row over the replicas into `total`; may overwrite them.
 
         Args:
-            rows: this replica's subtrees.
             num_owned: per data rank, how many microbatches it computes.
             total: as long as a row.
         """

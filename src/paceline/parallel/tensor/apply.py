@@ -36,9 +36,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
 
     Args:
         model: whole, with the same weights on every rank, or on meta.
-        plan: of the same model.
         axis: tp.
-        masks: the model's dropout.
     """
     assert plan.num_ranks == axis.size
     before = dict(model.named_parameters())

@@ -21,7 +21,6 @@ class BackwardCheck:
     """A backward through a trial forward on parts.
 
     Args:
-        flow: of the plan.
         trace: the forward on whole tensors.
         parts: the forward on parts, in which each entry has replaced its tensor.
         pairs: the operations of both that are the same, by number.

@@ -154,7 +154,6 @@ def change_calls(
 
     Args:
         module: the forwards of modules that it calls are not changed.
-        functions: the functions whose calls are counted.
         changes: by site, for each call there in turn. Calls beyond these are treated as the last one, for
             example in a loop that is longer than it was in the trial.
         unknown: for calls of attention at any other site.

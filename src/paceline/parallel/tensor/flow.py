@@ -92,7 +92,6 @@ class Flow:
     """The entries and exits of a forward in which some tensors are cut.
 
     Args:
-        uses: of the forward.
         modules: by full name.
         cut: numbers of the cut tensors.
         sums: numbers of the operations that produce an addend.

@@ -22,7 +22,6 @@ def change_input(
     """Change one tensor, which a call may get under several names (query, key, value of self-attention).
 
     Args:
-        module: the module whose calls are changed.
         keys: places or keywords of the arguments.
         change: returns the tensor to use instead.
         prepend: whether to run before all present hooks.
@@ -56,7 +55,6 @@ def change_argument(
     """Change one tensor among the arguments of a module's calls, which may be in a tuple or list there.
 
     Args:
-        module: the module whose calls are changed.
         path: as in `find_tensors`; a call without a tensor there is not changed.
         change: returns the tensor to use instead.
         prepend: whether to run before all present hooks.

@@ -371,8 +371,6 @@ def keeps_apart(trace: Trace, op: TracedOp, tensor: int, place: int, outer: int,
     """Return whether an operation treats every position of a dimension by itself.
 
     Args:
-        trace: the forward.
-        op: of it.
         tensor: number of one of its inputs.
         place: the dimension of that input in which the positions are.
         outer: product of the sizes outside of the positions in that dimension.

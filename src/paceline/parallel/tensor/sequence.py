@@ -80,7 +80,6 @@ def plan_sequence(
     """Find the stretches of a model and check them.
 
     Args:
-        trace: the forward.
         flow: entries and exits of the plan.
         modules: by full name.
         blocks: names of the repeated blocks.

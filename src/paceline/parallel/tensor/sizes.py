@@ -34,8 +34,6 @@ def change_size(
     """Return the arguments of a call, with the size that it gives a dimension of its result changed.
 
     Args:
-        func: of `SIZED`.
-        args, kwargs: of the call.
         dim: of the result; nothing is changed if the call does not specify its size.
         change: from the given size to the one to use; not called for -1.
     """

@@ -384,8 +384,6 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of the model that code outside of it gets, other than as its result, and how.
 
         Args:
-            model: the traced one.
-            outputs: as `list_outputs` returns.
             is_whole: whether the loss ran to its end. If not, it might use every tensor that still exists.
         """
         called = [call for call in self.calls if call.module == ""]

@@ -44,7 +44,6 @@ class LoopTimes:
     """The times of the training loop's phases; of the thread that creates it.
 
     Args:
-        torch: the module.
         on_forward: called before each forward of an outermost module.
         on_change: called where a backward begins, and where it has computed everything.
 

@@ -42,7 +42,6 @@ class Recording:
     """A recording of a rank's steps, from the passing step on.
 
     Args:
-        torch: the module.
         rank: global.
         num_steps: to record, at least 1.
         on_forward: called before each forward.

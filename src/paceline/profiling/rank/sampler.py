@@ -51,9 +51,6 @@ def choose_pause(spent_s: float, waited_ns: int) -> float:
 class LineSampler:
     """A thread that notes where the thread that creates it is.
 
-    Args:
-        torch: the module.
-
     Attributes:
         samples: the instant in nanoseconds since 1970 and the number of the place of each sample.
         scheduling: instants, and for how long the thread had then run and waited for a core; only on Linux.

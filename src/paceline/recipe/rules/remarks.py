@@ -84,14 +84,7 @@ def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
 def settings_wait_for_layouts(
     asked: Layout, run: RunFacts, layout: Layout, kept: RunFacts
 ) -> Iterator[Finding]:
-    """Yield settings that have no effect now, because the layout follows from the number of ranks.
-
-    Args:
-        asked: the layout with its open degree.
-        run: all settings.
-        layout: the layout on these ranks.
-        kept: the settings that apply under it.
-    """
+    """Yield settings that have no effect now, because the layout follows from the number of ranks."""
     waiting = [
         f"layout.{word}={getattr(asked, word)}"
         for word in CHOICES

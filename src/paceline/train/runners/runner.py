@@ -65,7 +65,6 @@ class Runner(ABC):
     Args:
         name: of the model, for messages.
         model: on its device, laid out.
-        laid_out: the result of laying it out.
         mesh: the ranks, or `None` in a world of one.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
@@ -258,7 +257,6 @@ class Runner(ABC):
 
         Args:
             objective: forward and loss; its results are returned.
-            share: this rank's microbatches.
             step, phase: as in `Work`.
         """
         samples = dict(zip((number for number, _ in share.microbatches), share.samples, strict=True))
@@ -283,7 +281,6 @@ class Runner(ABC):
 
         Args:
             objective: forward and loss; its results are returned.
-            share: this rank's microbatches.
             seed_of: from the number of a microbatch to the seed of its generators.
         """
         around = lambda index, batch: nullcontext()  # noqa: E731

@@ -23,9 +23,6 @@ _SPARE_BYTES = 1 << 20
 class Background:
     """The copying and writing of this rank's shares.
 
-    Args:
-        device: of the model.
-
     Attributes:
         num_copied_bytes: of all saves.
     """
@@ -75,8 +72,6 @@ class Background:
         """Copy the files, the tensors in `late` by a thread; then another one writes them.
 
         Args:
-            save: this rank's side of it.
-            plans: of the files.
             late: ids of the tensors that only an optimizer's step changes.
             held: what other ranks hold copies of.
         """

@@ -44,7 +44,6 @@ def find_view(world: World, folder: Path) -> FolderView:
     """Make the run's folder on rank 0, and find out which ranks see it; collective.
 
     Args:
-        world: the ranks.
         folder: of the run, as this rank names it.
     """
 

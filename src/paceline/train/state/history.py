@@ -64,8 +64,6 @@ class History:
     """The record of a run's checkpoints on its nodes.
 
     Args:
-        world: the ranks.
-        view: of the run's folder.
         folder: of the run, as this rank sees it.
     """
 

@@ -46,11 +46,7 @@ class KeptSettings:
         self._is_complete = True
 
     def describe(self, loaders: Mapping[str, Loader]) -> dict[str, Any]:
-        """Return the settings for a checkpoint.
-
-        Args:
-            loaders: those that have moved.
-        """
+        """Return the settings for a checkpoint."""
         run = dict(self._settings)
         if not self.has_raw_batches:
             del run["microbatch_size"]

@@ -64,9 +64,7 @@ class Parts:
 
     Args:
         models: of the trainer, laid out.
-        updates: of the trainer.
         layout: of the trainer, resolved.
-        rank: this one.
         known: what was planned before, under the same layout.
 
     Attributes:

@@ -54,7 +54,6 @@ class NeededResiduals:
     """The residuals that this rank needs of a checkpoint: its slots, and the sum.
 
     Args:
-        updates: of the trainer.
         rank, num_ranks: this one's number, and theirs.
     """
 
@@ -85,7 +84,6 @@ class NeededResiduals:
 
         Args:
             saved: the result of `choose_residuals`, with the tensors of this rank read.
-            device: of the model.
         """
         for name, slots in self._slots.items():
             compression = self._updates[name].compression

@@ -41,8 +41,6 @@ def claim_run_folder(
     was killed, its ranks save and leave, and this function waits for them.
 
     Args:
-        folder: the run's folder.
-        recipe: the run's recipe.
         accept: keys of the recipe that may differ from those of the run in the folder.
         launcher_pid: of the process that started the ranks; by default the parent of this one.
 

@@ -30,8 +30,6 @@ class RunStart:
     It begins with its first step or save: a start that only loads disturbs no other.
 
     Args:
-        world: the ranks.
-        folder: of the run.
         keep: checkpoints to keep.
         is_sharded: whether every rank writes its share.
 

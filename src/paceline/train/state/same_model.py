@@ -55,7 +55,6 @@ def check_one_run(runs: Mapping[Path, str], folder: Path) -> None:
 
     Args:
         runs: checkpoints with the ids of the runs that wrote them, by rising step.
-        folder: of the run.
     """
     by_run: dict[str, Path] = {run: path for path, run in runs.items()}
     if len(by_run) > 1:

@@ -53,14 +53,12 @@ class Saver:
     """The saving and loading of a trainer's state.
 
     Args:
-        world: the ranks.
         models: by name.
         updates: by the name of the model.
         loaders: by name; a loader made later is added to the same mapping.
         keep: checkpoints to keep.
         saving: makes the saves.
         layout: resolved.
-        reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
         settings: those that the run's result depends on, see `settings.py`.
         islands: of the run, if any.

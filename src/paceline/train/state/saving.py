@@ -131,7 +131,6 @@ class Saving:
         background: of this rank, if saves are asynchronous.
 
     Args:
-        world: the ranks.
         is_sharded: see above.
         asynchronous: whether saves are made in the background.
         max_failed: failed saves in a row that raise PL508.
@@ -199,10 +198,7 @@ class Saving:
         """Save in the background, or now.
 
         Args:
-            folder: of the run's checkpoints.
             step: optimizer steps taken.
-            state: this rank's part.
-            identity: for the manifest.
             on_commit: called with the step once the save is known to be committed.
         """
         self._begin_s = begin_s = time.perf_counter()

@@ -73,7 +73,6 @@ class Tracked:
 
         Args:
             parts: of the models; a rank's own part of a tensor may differ.
-            group: the ranks.
         """
         texts = {
             f"{name}{keystr(path)}": _describe_value(value)

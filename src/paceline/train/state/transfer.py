@@ -90,7 +90,6 @@ def load_on_main(
     every rank reads its parts of the unread tensors of a checkpoint by itself, if all see the files.
 
     Args:
-        world: the ranks.
         load: gives the tree: dicts by name, lists, tensors (read or not) and values that can be pickled.
         cut: from the names that lead to a tensor, and the tensor, to what this rank keeps of it.
         find_part: from the names that lead to a tensor, and its shape, to the part that this rank keeps.
@@ -186,7 +185,6 @@ class _Mail:
     """The tensors that rank 0 sends, on every rank; small ones share a message.
 
     Args:
-        world: the ranks.
         holes: shapes and dtypes of the tensors, in order.
         own: rank 0's tensors, in the same order.
     """

@@ -38,7 +38,6 @@ class SharedVerification:
     """The checks of a start; all methods are collective.
 
     Args:
-        world: the ranks.
         checkpoints: of the run, in a folder that all ranks see.
     """
 

@@ -83,7 +83,6 @@ def prepare_share(rank: int, state: RunState) -> tuple[PreparedShare, str]:
 
     Args:
         rank: this one, as the layout of `state.parts` numbers it.
-        state: its part of the state.
     """
     model = state.parts.list_model()
     named: dict[str, Any] = {}
@@ -178,8 +177,6 @@ def _encode(value: Any, group: str, named: dict[str, Any], own_tensors: dict[str
     """Return the structure of a tree.
 
     Args:
-        value: the tree.
-        group: its name.
         named: gets the tree's tensors, as they were if only parts are here.
         own_tensors: gets this rank's parts of these, since a DTensor takes long to return its own.
     """

@@ -47,7 +47,6 @@ class RankEnds:
         """Return the job as seen, with what is known of ranks that have ended since or sent a last report.
 
         Args:
-            seen: the ranks of this node.
             processes: their processes, polled since.
         """
         unknown = Report(-1, time.time(), "leaving", {}, (), ())

@@ -13,11 +13,7 @@ from paceline.watch.protocol.wire import Ask, Message, Unpacker, pack
 
 
 class Listener:
-    """A Unix socket, and the connections of ranks to it.
-
-    Args:
-        path: of the socket.
-    """
+    """A Unix socket, and the connections of ranks to it."""
 
     def __init__(self, path: Path) -> None:
         self._lines: dict[int, socket.socket] = {}

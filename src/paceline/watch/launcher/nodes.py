@@ -60,7 +60,6 @@ class NodeBoard:
     Args:
         node: number of this node in the job.
         num_nodes: number of nodes.
-        host, port: of the ranks' store.
         name: of this attempt; the same on all nodes.
     """
 

@@ -28,9 +28,6 @@ class RunningCalls:
     Attributes:
         asked_at_s: the instant at which ranks were last asked.
         answers: what the other nodes need of their answers.
-
-    Args:
-        now_s: the time.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -50,8 +47,6 @@ class RunningCalls:
         """Return a mismatch, once it is certain.
 
         Args:
-            others: the other nodes.
-            now_s: the time.
             collect: asks this node's ranks for all calls that are still recorded.
             read_source: as in `explain_hang`.
         """

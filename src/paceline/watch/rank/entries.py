@@ -42,8 +42,6 @@ def build_call(entry: FlightEntry, groups: Groups, windows: Windows) -> Call:
     """Return an entry's call, with what the wrappers know of it.
 
     Args:
-        entry: the recorded entry.
-        groups: those of this rank.
         windows: which thread was in which wrapper, and when.
     """
     window = _find_window(entry, windows)

@@ -36,7 +36,6 @@ class Exits:
     """The ways out of a process that bypass Python's exit handlers.
 
     Args:
-        rank: of this process.
         report: called before the process ends, in whichever thread ends it.
     """
 

@@ -33,7 +33,6 @@ class MemoryGuard:
 
     Args:
         rank: global.
-        path: the file for accounts.
 
     Attributes:
         next_s: when to look next, by `time.monotonic`.

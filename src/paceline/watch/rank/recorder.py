@@ -66,11 +66,7 @@ class _Level:
 
 
 class CollectiveRecorder:
-    """A reader of the Flight Recorder; only the watching thread may call its methods.
-
-    Args:
-        operations: the wrappers.
-    """
+    """A reader of the Flight Recorder; only the watching thread may call its methods."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -51,7 +51,6 @@ def list_clues(
     Args:
         here: ranks that wait.
         there: ranks that they wait for.
-        source: the code.
         is_apart: whether each side has called what the other has not, so that neither is merely behind.
         is_usual: whether they have been apart at these lines before, as ranks that send and receive are.
     """
@@ -77,7 +76,6 @@ def explain_condition(sides: Sequence[tuple[Frame, ...]], source: Source) -> lis
 
     Args:
         sides: the user's frames of each side, innermost first; frames common to all decide nothing.
-        source: the code.
     """
     clues = []
     for n, frames in enumerate(sides):

@@ -45,7 +45,6 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
 
     Args:
         seen: the job, with the last reports of the ranks that could send one.
-        here: the ranks of this node.
         read_source: as in `hang.explain_hang`.
     """
     source = Source(read_source)

@@ -22,7 +22,6 @@ def explain_groups(states: Mapping[int, State], seen: Seen) -> Verdict | None:
 
     Args:
         states: by rank.
-        seen: the job.
     """
     shared = find_shared_names({rank: report.groups for rank, report in seen.reports.items()})
     if shared is not None:
@@ -41,7 +40,6 @@ def explain_building(
         waiters: ranks that are making a group.
         headline: reports that they are there and do not continue.
         states: by rank.
-        seen: the job.
     """
     by_line: dict[tuple[Frame, ...], list[int]] = {}
     for state in waiters:

@@ -58,7 +58,6 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
     """Return the verdict on a job without progress on any rank; `None` if all ranks have ended.
 
     Args:
-        seen: the job.
         read_source: returns the lines of a source file, or none if it cannot be read. With it, the code
           around the ranks' lines shows likely causes.
     """

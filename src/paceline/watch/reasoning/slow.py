@@ -120,7 +120,6 @@ def find_spot(own: Sequence[PlaceTime], others: Sequence[Sequence[PlaceTime]], s
     """Return the place where a rank spends the time that the others do not.
 
     Args:
-        own: the rank's places.
         others: the places of each other rank in the same time.
         source: supplies the text of lines.
     """
@@ -265,7 +264,6 @@ class SlowRanks:
         """Return the message that is due, or `None`.
 
         Args:
-            now_s: the time.
             late_s: the maximum delay of what other nodes publish.
         """
         if now_s - self._polled_s < _EVERY_S or self._num_reported >= _MOST:

@@ -71,11 +71,7 @@ class ReplicatedModels:
         wrapped: the names of the parameters of each wrapper.
 
     Args:
-        torch: the module.
-        gradients: the watched parameters.
-        outbox: for facts.
         exchange: gets the weights of each look.
-        orders: the samplers.
     """
 
     def __init__(
@@ -122,8 +118,6 @@ class ReplicatedModels:
         """Take a look at a model before its forward.
 
         Args:
-            ddp: the module.
-            inputs: of its forward.
             find: returns the `HeldGradient` of a parameter.
         """
         if not ddp.training or not self._torch.is_grad_enabled():
@@ -211,8 +205,6 @@ class ReplicatedModels:
 
         Args:
             optimizer: that is about to step.
-            held: its watched parameters.
-            marks: the stack that calls it.
         """
         group = read_default_group()
         if group is None or not held:

@@ -22,7 +22,6 @@ class ExchangedBytes:
     """What was exchanged while the models of this rank were trained.
 
     Args:
-        outbox: for facts.
         count_transfers: returns the number of sends and receives so far.
     """
 

@@ -17,7 +17,6 @@ class Sample:
     """Numbers of a tensor, which arrive later if it is on a GPU.
 
     Args:
-        torch: the module.
         tensor: small.
         read: makes JSON-able values of it, once it is in this process's memory.
     """

@@ -96,9 +96,6 @@ class Passes:
     """The backward passes of this process, while they are looked at.
 
     Args:
-        torch: the module.
-        gradients: the watched parameters.
-        outbox: for facts.
         find_exchange: returns whether DDP sums the gradient of a parameter in this pass; None without DDP.
         after: is called with the pass and its parameters when it is over.
     """
@@ -196,7 +193,6 @@ class Passes:
         Args:
             optimizer: that is about to step.
             ranks: that have this event, too.
-            event: its name.
         """
         mine = [held for held in self.list_held(optimizer) if held.passes]
         if not mine:
