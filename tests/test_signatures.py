@@ -71,7 +71,6 @@ def test_every_argument_of_every_public_call_has_a_type_that_is_checked(call: Ca
         (Trainer.__init__, {"keep": 1.5}, ["takes int"]),
         (Trainer.__init__, {"compile": "no"}, ["takes bool"]),
         (Trainer.__init__, {"optimizer": {"model": "adamw"}}, ["lambda named: torch.optim"]),
-        (Trainer.__init__, {"comm_hook": print}, ["tuple[Any, CommHook]"]),
         (Loop.__init__, {"means": "accuracy"}, ["Sequence[str]"]),
         (Trainer.evaluate, {"loader": DataLoader([1])}, ["loader=DataLoader(...)", "loader=trainer.loader("]),
         (paceline.pretrained, {"factory": "gpt2"}, ["factory='gpt2'"]),
@@ -94,7 +93,7 @@ def test_a_wrong_argument_is_named_with_what_it_takes(
     [
         {"clip_norm": np.float32(1), "seed": np.int64(3), "compile": 0},
         {"clip_norm": 1, "model": nn.Linear, "optimizer": {"a": nn.Linear}},
-        {"ema": {"a": 0.9}, "sinks": ["csv"], "shard": {"prefetch": 1}, "comm_hook": (None, print)},
+        {"ema": {"a": 0.9}, "sinks": ["csv"], "shard": {"prefetch": 1}},
         {"loss": nn.MSELoss(), "microbatch_size": None},
     ],
 )

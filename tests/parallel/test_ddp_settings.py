@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.errors import PacelineError
+from paceline.parallel import replicate
+from paceline.parallel.replicate import sum_bucket
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import (
     Trained,
-    apart,
     assert_ranks_agree,
     assert_same_run,
     take_steps,
-    tensors_apart,
 )
 
 NUM_STEPS = 6
@@ -70,12 +70,11 @@ def buckets_and_views(world: Any, ddp: dict[str, Any]) -> Any:
     """Bucket sizes of a later step, the number of storages that gradients lie in, and the result."""
     sizes: list[int] = []
 
-    def hook(_state: None, bucket: Any) -> Any:
+    def watch(bucket: Any, group: Any) -> Any:
         sizes.append(bucket.buffer().numel())
-        return default_hooks.allreduce_hook(None, bucket)
+        return sum_bucket(bucket, group)
 
-    hook.__annotations__.clear()  # torch compares them with types, not with their texts
-    trainer = build_trainer(ddp=ddp, comm_hook=(None, hook))
+    trainer = build_trainer(ddp=ddp)
     storages: list[int] = []
 
     def look(gradients: dict[str, Tensor]) -> None:
@@ -84,9 +83,10 @@ def buckets_and_views(world: Any, ddp: dict[str, Any]) -> Any:
     trainer.on_gradients(look)
     loader = trainer.loader(data(25), global_batch_size=8)
     trained = Trained()
-    for share in loader:
-        sizes.clear()
-        trained.losses.append(trainer.step(share).loss)
+    with mock.patch.object(replicate, "sum_bucket", watch):
+        for share in loader:
+            sizes.clear()
+            trained.losses.append(trainer.step(share).loss)
     return list(sizes), storages[0], trained.finish(trainer)
 
 
@@ -294,43 +294,3 @@ def test_a_model_with_nothing_to_train_is_refused(ranks: Pool) -> None:
             assert isinstance(error, PacelineError)
             assert error.code == "PL420"
             assert "none of the 6 parameters of Sequential" in str(error)
-
-
-# ---- communication hooks
-
-
-def named_hook(name: str) -> tuple[Any, Any]:
-    return None, getattr(default_hooks, name)
-
-
-def train_with_hook(world: Any, name: str, ddp: dict[str, Any]) -> Trained:
-    return train(world, 8, {"dtype": "fp32", "comm_hook": named_hook(name) if name else None, "ddp": ddp})
-
-
-@pytest.mark.parametrize(
-    ("name", "distance"),
-    [
-        ("allreduce_hook", 1e-6),
-        ("fp16_compress_hook", 1e-2),
-        ("bf16_compress_hook", 1e-1),
-    ],
-)
-def test_torchs_hooks_reduce_the_same_gradients(ranks: Pool, name: str, distance: float) -> None:
-    plain = ranks.run(train_with_hook, args=("", {}))[0]
-    for ddp in ({}, {"bucket_cap_mb": 0.01}):
-        results = ranks.run(train_with_hook, args=(name, ddp))
-        assert_ranks_agree(results)
-        hooked = results[0]
-        assert hooked.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=min(distance, 1e-2))
-        assert apart(plain.losses, hooked.losses) < distance
-        assert tensors_apart(plain.tensors, hooked.tensors) < distance
-        assert (hooked.hash == plain.hash) == (name == "allreduce_hook")
-
-
-def hook_on_one_rank(world: Any) -> Trained:
-    return train(world, 8, {"comm_hook": (None, default_hooks.allreduce_hook)})
-
-
-def test_a_hook_has_nothing_to_do_on_one_rank(ranks: Pool) -> None:
-    plain = ranks.run(train, nproc=1, args=(8, {}))[0]
-    assert ranks.run(hook_on_one_rank, nproc=1)[0].hash == plain.hash

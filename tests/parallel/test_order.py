@@ -81,9 +81,3 @@ def lay_out_all(world: Any) -> list[str]:
 
 def test_every_transformation_is_reported_in_its_order(ranks: Pool) -> None:
     assert ranks.run(lay_out_all, nproc=4) == [["tp", "recompute", "shard"]] * 4
-
-
-def test_a_hook_without_anybody_to_talk_to_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    hook: Any = (None, lambda state, bucket: torch.futures.Future())
-    assert lay(nn.Linear(2, 2), None, comm_hook=hook).replica is None
-    assert "comm_hook is not used" in caplog.text

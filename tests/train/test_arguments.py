@@ -31,7 +31,6 @@ ONLY_OF_A_TRAINER = {
         "loss",
         "step",
         "schedule",
-        "comm_hook",
         "example",
         "ema",
         "islands",
@@ -106,19 +105,16 @@ def test_every_argument_is_compared_or_known_not_to_be() -> None:
 
 @pytest.mark.usefixtures("_started")
 def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
-    kept = build(comm_hook=(None, print), clip_norm=0.5).describe_for_resume(Layout(), {})
+    kept = build(clip_norm=0.5).describe_for_resume(Layout(), {})
     assert set(kept) == {
         "dtype",
         "microbatch_size",
         "clip_norm",
         "seed",
         "loss_over",
-        "comm_hook",
         "ema",
     }
-    assert kept["comm_hook"] == "print"
     assert kept["clip_norm"] == 0.5
-    assert build().describe_for_resume(Layout(), {})["comm_hook"] is None
 
 
 @pytest.mark.usefixtures("_started")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
 from paceline.parallel.replicate import Replica
@@ -107,25 +105,6 @@ def test_finding_unused_parameters_costs_a_map_of_them(ranks: Pool) -> None:
         for *of_ddp, agreement in steps:
             assert sorted(of_ddp) == [("all_reduce", (num_tensors,)), ("all_reduce", (NUM_PARAMETERS,))]
             assert agreement == agreement_of(2, 4 * PER_MICROBATCH + num_tensors)
-
-
-def counting_hook(seen: list[int], _state: None, bucket: Any) -> Any:
-    seen.append(bucket.buffer().numel())
-    return allreduce_hook(None, bucket)
-
-
-def count_buckets(world: Any) -> tuple[list[int], int]:
-    seen: list[int] = []
-    trainer = build_trainer(comm_hook=(None, partial(counting_hook, seen)))
-    for share in trainer.loader(data(36), global_batch_size=12):
-        trainer.step(share)
-    return seen, trainer.step_number
-
-
-def test_a_users_hook_sees_each_gradient_once_per_step(ranks: Pool) -> None:
-    for seen, num_steps in ranks.run(count_buckets):
-        assert num_steps == 3
-        assert sum(seen) == 3 * NUM_PARAMETERS
 
 
 def other_collectives(world: Any) -> dict[str, Any]:

@@ -188,7 +188,6 @@ REFUSALS: dict[str, tuple[int, dict[str, Any], str]] = {
     "axis": (2, {"layout": "cp=2"}, "PL958"),
     "shards": (2, {"layout": "dp_shard=2"}, "PL958"),
     "fast": (2, {"reduction": "fast"}, "PL959"),
-    "hook": (2, {"comm_hook": (None, print)}, "PL959"),
     "slots that the ranks do not divide": (2, {"compress": {"slots": 3}}, "PL960"),
     "one rank and one slot": (1, {"compress": {"slots": None}}, "PL960"),
     "fp64": (1, {"dtype": "fp64"}, "PL961"),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
 from paceline.errors import PacelineError
@@ -235,7 +234,6 @@ def test_threads_do_not_follow_from_the_ranks(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     ("settings", "code", "seen"),
     [
-        ({"comm_hook": (None, allreduce_hook)}, "PL426", "comm_hook"),
         ({"reduction": "exakt"}, "PL400", "exakt"),
     ],
 )

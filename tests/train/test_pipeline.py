@@ -429,7 +429,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "PL492",
         "Leave compile or recompute out",
     ),
-    "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL141", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL138", "schedule=gpipe"),
     "settings of DDP": ({"ddp": {"find_unused_parameters": True}}, "PL141", "find_unused"),
     "another number of ranks": ({"layout": "pp=3"}, "PL113", "pp=3"),

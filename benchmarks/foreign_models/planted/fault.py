@@ -37,7 +37,8 @@ class Fault:
         change: of the built model.
         wrap: what is in place of the batches, the forward, the loss or the optimizer, by argument's name.
         settings: further arguments of `Trainer`.
-        patch: of torch, in force on rank 1 while a layout trains: target and what to put there.
+        patch: in force on rank 1 while a layout trains: target and what to put there.
+        everywhere: whether the patch is in force on all ranks of the layout.
     """
 
     what: str
@@ -50,6 +51,7 @@ class Fault:
     wrap: dict[str, Callable[..., Any]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     patch: tuple[Any, str, Any] | None = None
+    everywhere: bool = False
 
 
 def on_rank_1(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

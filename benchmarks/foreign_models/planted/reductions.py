@@ -1,4 +1,4 @@
-"""Faults in the sum of gradients over ranks: communication hooks that change it."""
+"""Faults in the sum of gradients over ranks: sums that are changed before or after they are sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,106 +13,104 @@ from benchmarks.foreign_models.planted.fault import (
     REPLICATED,
     Fault,
     is_faulty,
-    num_ranks,
     scale_by_rank,
 )
+from paceline.parallel import replicate
 
 
-def send_changed(name: str, state: Any, bucket: Any) -> Any:
-    """A communication hook for gradients that changes what is sent; by the name of its fault."""
-    change, mean = SENT[name]
+def send_changed(change: Callable[[Tensor], Tensor], bucket: Any, group: Any) -> Any:
+    """Sum what `change` makes of a bucket of gradients."""
     kept = bucket.buffer().dtype
-    tensor = change(bucket.buffer().clone())
-    tensor = tensor / num_ranks() if mean else tensor
-    future = dist.all_reduce(tensor, async_op=True).get_future()
+    future = dist.all_reduce(change(bucket.buffer().clone()), group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0].to(kept))
 
 
-def keep_own(state: Any, bucket: Any) -> Any:
+def keep_own(bucket: Any, group: Any) -> Any:
     """Rank 1 joins, and keeps what it had."""
-    own, sent = bucket.buffer().clone(), bucket.buffer() / num_ranks()
-    future = dist.all_reduce(sent, async_op=True).get_future()
+    own = bucket.buffer().clone()
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
     return future.then(lambda done: own if is_faulty() else done.value()[0])
 
 
-# By fault: the change of what is sent, and whether a mean is made of it.
-SENT: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "hook that sums": (torch.clone, False),
-    "hook in fp32": (Tensor.float, True),
-    "hook in bf16": (Tensor.bfloat16, True),
-    "hook off by a billionth": (scale_by_rank(1 + 1e-9), True),
-    "hook that sends nothing": (scale_by_rank(0.0), True),
-    "hook that clips": (lambda t: t * (0.1 / t.norm()) if num_ranks() > 1 else t, True),
+# By fault: the change of what is sent.
+SENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum counted twice": lambda t: 2 * t,
+    "sum in fp32": Tensor.float,
+    "sum in bf16": Tensor.bfloat16,
+    "sum off by a billionth": scale_by_rank(1 + 1e-9),
+    "sum without a rank": scale_by_rank(0.0),
+    "sum of clipped": lambda t: t * (0.1 / t.norm()),
 }
 
 
-def hooked(name: str) -> dict[str, Any]:
-    """The argument of `Trainer` with the communication hook of a fault."""
-    return {"comm_hook": (None, partial(send_changed, name))}
+def summed(name: str) -> dict[str, Any]:
+    """What patches the sum of a bucket in a fault, on all ranks."""
+    return {"patch": (replicate, "sum_bucket", partial(send_changed, SENT[name])), "everywhere": True}
 
 
 FAULTS: dict[str, Fault] = {
-    "hook that sums": Fault(
-        "a communication hook sums in place of a mean",
+    "sum counted twice": Fault(
+        "gradients are counted twice",
         "GPT-2",
         REPLICATED,
-        ("PL391",),
-        "",
-        ("2 times",),
-        settings=hooked("hook that sums"),
+        ("PL703",),
+        "the sum of gradients",
+        ("2 times", "again"),
+        **summed("sum counted twice"),
     ),
-    "hook in fp32": Fault(
-        "a communication hook sends fp32",
+    "sum in fp32": Fault(
+        "gradients are sent in fp32",
         "BERT",
         REPLICATED,
         ("PL712",),
         "the sum of gradients",
         ("fp32",),
-        settings=hooked("hook in fp32"),
+        **summed("sum in fp32"),
     ),
-    "hook in bf16": Fault(
-        "a communication hook sends bf16",
+    "sum in bf16": Fault(
+        "gradients are sent in bf16",
         "nanoGPT",
         REPLICATED,
         ("PL712",),
         "the sum of gradients",
         ("bf16",),
-        settings=hooked("hook in bf16"),
+        **summed("sum in bf16"),
     ),
-    "hook that keeps its own": Fault(
+    "sum that a rank drops": Fault(
         "rank 1 keeps its own gradient",
         "ViT",
         REPLICATED,
         ("PL703",),
         "the sum of gradients",
         ("on rank 1 only", "no common factor"),
-        settings={"comm_hook": (None, keep_own)},
+        patch=(replicate, "sum_bucket", keep_own),
+        everywhere=True,
     ),
-    "hook off by a billionth": Fault(
+    "sum off by a billionth": Fault(
         "rank 1 sends its gradient times 1 + 1e-9",
         "T5",
         REPLICATED,
         ("PL703",),
         "the sum of gradients",
         ("no common factor",),
-        settings=hooked("hook off by a billionth"),
+        **summed("sum off by a billionth"),
     ),
-    "hook that sends nothing": Fault(
+    "sum without a rank": Fault(
         "rank 1 sends zeros",
         "OPT",
         REPLICATED,
         ("PL703",),
         "the sum of gradients",
         ("rank left out",),
-        settings=hooked("hook that sends nothing"),
+        **summed("sum without a rank"),
     ),
-    "hook that clips": Fault(
+    "sum of clipped": Fault(
         "each rank clips before the sum",
         "nn.Transformer",
         REPLICATED,
-        ("PL391",),
-        "",
-        ("0.269 times the mean",),
-        settings=hooked("hook that clips"),
+        ("PL703",),
+        "the sum of gradients",
+        ("no common factor", "clipped before"),
+        **summed("sum of clipped"),
     ),
 }

@@ -66,9 +66,9 @@ def verify_arguments(name: str) -> dict[str, Any]:
 
 
 def run_patched(name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call `fn(*args)` while the patch of a fault is in force, on rank 1."""
+    """Call `fn(*args)` while the patch of a fault is in force."""
     fault = FAULTS[name]
-    if fault.patch is None or os.environ.get("RANK") != "1":
+    if fault.patch is None or not (fault.everywhere or os.environ.get("RANK") == "1"):
         return fn(*args)
     with mock.patch.object(*fault.patch):
         return fn(*args)

@@ -29,7 +29,7 @@ from paceline.parallel.experts.mixtures import list_mixtures, open_experts
 from paceline.parallel.experts.shared import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
-from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
+from paceline.parallel.replicate import Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.compiling import compile_call
@@ -54,7 +54,6 @@ class Settings:
         ddp: settings of the replication.
         shard: settings of the sharding.
         exact: whether to sum gradients in an order that does not depend on dp.
-        comm_hook: the user's `(state, hook)` for the gradients of replicas.
         compress: the settings of the compression, if gradients are compressed.
         compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
@@ -66,7 +65,6 @@ class Settings:
     ddp: ReplicaSettings = field(default_factory=ReplicaSettings)
     shard: ShardSettings = field(default_factory=ShardSettings)
     exact: bool = False
-    comm_hook: tuple[Any, CommHook] | None = None
     compress: CompressSettings | None = None
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
@@ -384,13 +382,11 @@ def _replicate(
             compression = Compression(settings.compress, model)
         exact = BucketSums(model, lent, device, apart, compression)
     if not replicas:
-        if settings.comm_hook is not None:
-            log.warning("comm_hook is not used: one rank does not communicate")
         return None, exact, lent
     assert mesh is not None
     replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
     ddp = replace(settings.ddp, gradient_as_bucket_view=False) if settings.keeps_gradients else settings.ddp
-    replica = Replica(model, mesh.replicas, ddp, exact, settings.comm_hook, apart)
+    replica = Replica(model, mesh.replicas, ddp, exact, apart)
     log.info(
         "replicate: DistributedDataParallel over %s, %s reduction",
         " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),

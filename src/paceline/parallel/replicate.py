@@ -24,7 +24,6 @@ Built on `torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, https://ar
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,14 +38,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.sums.buckets import BucketSums, complete_future
 from paceline.torch_seams.modules import hide_from_ddp
-
-# How far the result of a hook may be from the mean in norm and factor: compression rounds.
-_SLACK = 0.1
-CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 # torch 2.13 renamed it and deprecates the old name.
 _BUFFERS_ARGUMENT = (
@@ -116,13 +110,10 @@ class Replica:
         model: the model, on its device, in its final dtype, with parameters to train.
         settings: DDP's settings.
         exact: sums the buckets in place of the library's all-reduce.
-        comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
-            average over the ranks, which is what torch's own hooks do.
         apart: parameters that differ between the ranks; their gradients are summed elsewhere.
 
     Attributes:
         group: the ranks that hold copies.
-        num_ranks: number of these ranks.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
         trained: the parameters whose gradients are summed here.
         left_out: the parameters that the last reducing backward has left out and that no earlier one of the
@@ -138,17 +129,11 @@ class Replica:
         axis: Axis,
         settings: ReplicaSettings,
         exact: BucketSums | None = None,
-        comm_hook: tuple[Any, CommHook] | None = None,
         apart: Sequence[Tensor] = (),
     ) -> None:
-        assert exact is None or comm_hook is None
         self._loss_module = LossModule(model, apart)
         self.group = axis.group
         self._exact = exact
-        self._averaging_hook: tuple[Any, CommHook] | None = None
-        # The factor between a result of the hook and the mean, once a bucket has shown it.
-        self._hook_factor: float | None = None
-        self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False
         self.left_out: list[Tensor] = []
@@ -181,12 +166,6 @@ class Replica:
             # forward, and a gradient that has moved looks like one that backward has added to.
             with self._ddp.no_sync():
                 self._ddp(_zero_loss(self.trained))
-        self._averaging_hook = comm_hook
-
-    @property
-    def gradient_scale(self) -> float:
-        """The factor that turns a reduced gradient into the sum over the ranks."""
-        return 1.0 if self._averaging_hook is None else float(self.num_ranks)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -226,8 +205,6 @@ class Replica:
         self._last_launch_s, self._waited_s, self.last_bucket_launched = 0.0, 0.0, False
         self._before_last_bucket = before_last_bucket
         self._ddp(loss).backward()
-        if self._hook_factor is not None and abs(self._hook_factor - 1) > _SLACK:
-            raise _not_mean_error(self._hook_factor, self.num_ranks)
         if completes and not self.last_bucket_launched:
             self._complete()
         self._before_last_bucket = None
@@ -269,54 +246,13 @@ class Replica:
             if not bucket.is_last():  # the time after the last launch counts anyway
                 self._waited_s += time.perf_counter() - self._last_launch_s
             return future
-        if self._averaging_hook is not None:
-            state, hook = self._averaging_hook
-            mean = None if self._hook_factor is not None else self._average(bucket.buffer())
-            future = hook(state, bucket)
-            if mean is not None:
-                self._hook_factor = _find_factor(future.wait(), mean)
-            if not bucket.buffer().is_cuda:
-                # gloo runs callbacks in threads of its own, in an order that differs between ranks. Hooks
-                # that chain collectives (PowerSGD) on several buckets at once would hang or be mismatched.
-                future.wait()
-            return future
         if self._is_showing:  # zeros on every rank
             return complete_future(bucket.buffer())
-        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        reduced: torch.futures.Future[Tensor] = work.get_future().then(_first_tensor)
-        return reduced
-
-    def _average(self, gradients: Tensor) -> Tensor:
-        total = gradients.to(torch.float64, copy=True)  # the hook gets them as they are
-        dist.all_reduce(total, group=self.group)
-        return total / self.num_ranks
+        return sum_bucket(bucket, self.group)
 
 
-def _find_factor(result: Tensor, mean: Tensor) -> float | None:
-    """Return the factor that a hook's result has to the mean; 1 if it differs otherwise, as compression does.
-
-    Without a gradient that shows it, return `None`.
-    """
-    square = float(mean.dot(mean))
-    if not 0 < square < math.inf:
-        return None
-    factor = float(result.double().dot(mean)) / square
-    rest = float((result - factor * mean).norm())
-    return factor if rest < _SLACK * abs(factor) * math.sqrt(square) else 1.0
-
-
-def _not_mean_error(factor: float, num_ranks: int) -> PacelineError:
-    error = PacelineError(
-        "PL391",
-        saw=f"comm_hook returned {factor:.3g} times the mean of the gradients of {num_ranks} ranks.",
-        rule="A hook averages, as torch's own do; the trainer multiplies its result by the number of ranks. "
-        "The first gradients are compared with their mean.",
-        fix="Divide the sum by the number of ranks: "
-        "future.then(lambda done: done.value()[0] / dist.get_world_size()).",
-    )
-    error.on_every_rank = True
-    return error
-
-
-def _first_tensor(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+def sum_bucket(bucket: GradBucket, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over the ranks of a group, by the library."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return reduced

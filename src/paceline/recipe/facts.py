@@ -63,7 +63,6 @@ class RunFacts:
         reduction: as `train.reduction`.
         device: as `train.device`; `"auto"` is "not known".
         num_microbatches: of a global batch that ranks share out, if known.
-        has_comm_hook: whether the user gave a communication hook.
         ddp: settings of the replication.
         shard: settings of the sharding.
         compile: as `train.compile`.
@@ -73,7 +72,6 @@ class RunFacts:
     reduction: str = "exact"
     device: str = "auto"
     num_microbatches: int | None = None
-    has_comm_hook: bool = False
     ddp: DdpSection = field(default_factory=DdpSection)
     shard: ShardSection = field(default_factory=ShardSection)
     compile: bool = False

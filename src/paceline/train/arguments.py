@@ -13,7 +13,7 @@ from torch import nn
 from paceline.errors import PacelineError
 from paceline.parallel.compress import CompressSettings
 from paceline.parallel.order import Settings
-from paceline.parallel.replicate import CommHook, ReplicaSettings
+from paceline.parallel.replicate import ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import SETTINGS, Layout
 from paceline.recipe.compress import CompressSection
@@ -29,13 +29,12 @@ from paceline.train.building import (
     check_functions,
     check_loss_over,
     check_numbers,
-    check_reduction,
     check_several,
 )
 from paceline.train.compressing import choose_compression
 from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
-from paceline.train.settings import describe_function, name_settings
+from paceline.train.settings import name_settings
 from paceline.train.update import Update
 from paceline.world import World
 
@@ -48,7 +47,7 @@ class RunSetting:
         name: of the argument.
         value: as given.
         is_kept: whether a resumed run must have the same value, because the result depends on it.
-        is_code: whether it is a function; ranks compare its code, resumed runs compare its name.
+        is_code: whether it is a function, of which ranks compare the code.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Arguments:
     ddp: DdpSection | Mapping[str, Any] | None
     compress: CompressSection | Mapping[str, Any] | None
     islands: IslandsSection | Mapping[str, Any] | None
-    comm_hook: tuple[Any, CommHook] | None
     compile: bool
     ema: float | Mapping[str, float] | None
     max_skipped_in_a_row: int
@@ -129,10 +127,6 @@ class Arguments:
         """Raise if arguments contradict each other."""
         self.choose_compression(layout)
         check_loss_over(self.loss_over, has_step=self.step is not None, has_metrics=bool(self.metrics))
-        check_reduction(
-            self.reduction,
-            comm_hook=self.comm_hook,
-        )
         if isinstance(self.model, Mapping):
             check_several(layout)
 
@@ -147,7 +141,6 @@ class Arguments:
             self._compress_section,
             layout,
             reduction=self.reduction,
-            has_comm_hook=self.comm_hook is not None,
         )
 
     @cached_property
@@ -185,7 +178,6 @@ class Arguments:
             ddp=ReplicaSettings(**ddp.model_dump()),
             shard=ShardSettings(**shard.model_dump()),
             exact=self.reduction == "exact",
-            comm_hook=self.comm_hook,
             compress=compress,
             compile=self.compile,
             example=example,
@@ -231,11 +223,7 @@ class Arguments:
             layout: resolved; it may change.
             updates: the models' updates, which hold the settings of optimizer and schedule as built.
         """
-        found = {
-            each.name: describe_function(each.value) if each.is_code and each.value else each.value
-            for each in self._list_settings(layout)
-            if each.is_kept
-        }
+        found = {each.name: each.value for each in self._list_settings(layout) if each.is_kept}
         for name, update in updates.items():
             found |= {name_settings(name, updates, key): value for key, value in update.settings.items()}
         return found
@@ -262,7 +250,6 @@ class Arguments:
             RunSetting("metrics", list(self.metrics or ())),
             RunSetting("step", self.step, is_code=True),
             RunSetting("schedule", self.schedule, is_code=True),
-            RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),
             RunSetting("recipe", self.recipe_toml),
         ]
 

@@ -242,7 +242,6 @@ def refuse_asynchronous(
         (", ".join(axes), bool(axes), "Each rank computes an update alone, so it has the whole model."),
         ("islands", given.islands_section.count > 1, "Islands do not share weights between exchanges."),
         ("compress", given.has_compression, "Gradients are sent as they are."),
-        ("comm_hook", given.comm_hook is not None, "Gradients are not summed over ranks."),
         ("several models", given.step is not None, "An update has one model and one optimizer."),
         ('loss_over="global_batch"', given.loss_over == "global_batch", "Ranks run no forward together."),
         ('dtype="fp16"', given.dtype == "fp16", "The loss scale would be that of other weights."),

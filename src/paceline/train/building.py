@@ -212,7 +212,6 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         dtype=precision.name,
         reduction="exact" if settings.exact else "fast",
         device=precision.device.type,
-        has_comm_hook=settings.comm_hook is not None,
         ddp=DdpSection(**asdict(settings.ddp)),
         shard=ShardSection(**asdict(settings.shard)),
         compile=settings.compile,
@@ -327,26 +326,6 @@ def check_loss_over(loss_over: str, *, has_step: bool, has_metrics: bool) -> Non
             saw=f'loss_over="global_batch" with {word}.',
             rule="The forward of one model runs twice per step, with its loss in between.",
             fix=f"Leave {word} out, or compute the loss on microbatches.",
-        )
-
-
-def check_reduction(reduction: str, *, comm_hook: tuple[Any, Any] | None) -> None:
-    """Raise PL516 for a hook with state, and PL426 for one in place of the exact reduction."""
-    if comm_hook is not None and not isinstance(comm_hook[0], dist.ProcessGroup | None):
-        raise PacelineError(
-            "PL516",
-            saw=f"comm_hook with a state, a {type(comm_hook[0]).__name__}.",
-            rule="What a hook keeps between steps would be lost when a run resumes, and would keep the "
-            "infinity of a skipped step. So a hook's state is None or a process group.",
-            fix="Use [compress], or a hook without memory; bind constants by functools.partial.",
-        )
-    if reduction == "exact" and comm_hook is not None:
-        raise PacelineError(
-            "PL426",
-            saw='comm_hook with reduction="exact".',
-            rule="The exact reduction replaces a communication hook: what a hook compresses or averages "
-            "depends on the number of ranks.",
-            fix='Leave comm_hook out, or use reduction="fast".',
         )
 
 

@@ -9,25 +9,22 @@ from paceline.recipe.compress import CompressSection
 
 
 def choose_compression(
-    section: CompressSection, layout: Layout, *, reduction: str, has_comm_hook: bool
+    section: CompressSection, layout: Layout, *, reduction: str
 ) -> CompressSettings | None:
     """Return the settings of the compression with the number of slots known; `None` without compression.
 
     Args:
         layout: resolved.
-        has_comm_hook: whether a communication hook is given.
     """
     if section.kind == "none":
         return None
     given = f'compress.kind="{section.kind}"'
-    if has_comm_hook or reduction != "exact":
-        other = "comm_hook" if has_comm_hook else f"reduction={reduction!r}"
+    if reduction != "exact":
         raise PacelineError(
             "PL959",
-            saw=f"{given} with {other}.",
-            rule="Compressed gradients are added in a fixed order over slots, by the exact reduction. A hook "
-            "would replace it.",
-            fix='Use reduction="exact" without comm_hook, or compress.kind="none".',
+            saw=f"{given} with reduction={reduction!r}.",
+            rule="Compressed gradients are added in a fixed order over slots, by the exact reduction.",
+            fix='Use reduction="exact", or compress.kind="none".',
         )
     others = [axis for axis, degree in layout.list_several().items() if axis != "dp_replicate"]
     if others:

@@ -154,7 +154,6 @@ def _refuse_arguments(given: Arguments, count: int) -> None:
     for name, is_there, reason in (
         ("several models", several, "An island has one model and one optimizer."),
         ("compress", given.has_compression, "islands.codec encodes what islands exchange."),
-        ("comm_hook", given.comm_hook is not None, "A hook replaces the sum over all ranks."),
         ("ema", bool(given.ema), "Global weights change only when islands exchange."),
         ('loss_over="global_batch"', given.loss_over == "global_batch", "No island has the whole batch."),
         ('checkpoint_mode="sharded"', given.checkpoint_mode == "sharded", "Rank 0 writes all islands."),

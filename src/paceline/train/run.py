@@ -97,7 +97,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         recipe: what to train.
         data: the result of `build_data(recipe)`.
         num_steps: length of the run, for the schedule.
-        settings: other arguments of `Trainer`, such as `comm_hook`.
+        settings: other arguments of `Trainer`, such as `metrics`.
     """
     settled = settle_recipe(recipe, current_world().world_size)
     task, layout = build_task(recipe, data), settled.layout

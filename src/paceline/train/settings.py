@@ -109,11 +109,6 @@ def name_settings(model: str, models: Collection[str], key: str) -> str:
     return key if len(models) == 1 else f"{model}.{key}"
 
 
-def describe_function(function: Any) -> str:
-    """Return a function's name for the settings."""
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
 def describe_loader(loader: Loader) -> Settings:
     """Return a loader's part of a run's settings; reads some samples the first time."""
     return {

@@ -13,7 +13,6 @@ from paceline.data.share import Share
 from paceline.finding import Finding
 from paceline.generators import preserved_generators
 from paceline.parallel.objective import Loss, Objective
-from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
 from paceline.recipe.islands import IslandsSection
 from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
@@ -80,8 +79,7 @@ class Trainer(Training[Share]):
         reduction: how gradients are summed over microbatches and ranks. `"exact"` adds them in an order that
             does not depend on the number of ranks, so the weights have the same bits on any number of them.
             It uses one CPU thread per rank unless `start(threads_per_rank=...)` sets another number, because
-            the thread count changes bits too. `"fast"` uses accumulation and the library's all-reduce; it is
-            required for `comm_hook`.
+            the thread count changes bits too. `"fast"` uses accumulation and the library's all-reduce.
         microbatch_size: samples per forward. It affects the result, because dropout and BatchNorm see
             microbatches, so it never depends on the number of ranks. Default: an eighth of the global batch.
         loss_over: `"microbatch"` computes the loss on each microbatch and adds up the results.
@@ -93,8 +91,6 @@ class Trainer(Training[Share]):
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
         ddp, compress, islands: as the recipe's sections of these names, for example `islands={"count": 2}`.
-        comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook` that averages; the state
-            is `None` or a process group.
         compile: `torch.compile` the models.
         ema: decay of an average of the weights, updated after every step that is not skipped, and saved. See
             `average`. For named models, a number for all of them or a dict.
@@ -138,7 +134,6 @@ class Trainer(Training[Share]):
         ddp: DdpSection | Mapping[str, Any] | None = None,
         compress: CompressSection | Mapping[str, Any] | None = None,
         islands: IslandsSection | Mapping[str, Any] | None = None,
-        comm_hook: tuple[Any, CommHook] | None = None,
         compile: bool = False,
         ema: float | Mapping[str, float] | None = None,
         max_skipped_in_a_row: int = 10,

@@ -437,7 +437,6 @@ class Update:
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
         scale = work.unit / weight if weight else 0.0
-        scale *= self.runner.gradient_scale
         if self._scaler is not None:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale

@@ -88,8 +88,6 @@ class Shards:
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
     """
 
-    gradient_scale = 1.0
-
     def __init__(
         self,
         model: nn.Module,

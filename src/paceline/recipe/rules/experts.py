@@ -98,13 +98,6 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
             "Leave them out, or set ep=1.",
         ),
         (
-            run.has_comm_hook,
-            "comm_hook",
-            "comm_hook",
-            "A hook averages over all replicas, and the gradients of experts are sums over some of them.",
-            "Leave the hook out, or set ep=1.",
-        ),
-        (
             run.compile,
             "train.compile",
             "train.compile=true",

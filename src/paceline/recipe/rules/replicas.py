@@ -25,10 +25,9 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
         else f"with layout.dp_replicate={layout.num_replicas} {name_degrees(layout, shares_data=False)}."
     )
     rule = (
-        "Buckets and hooks belong to DistributedDataParallel, which is used only with dp_shard=1, pp=1 and "
+        "Buckets belong to DistributedDataParallel, which is used only with dp_shard=1, pp=1 and "
         "dp_replicate above 1."
     )
-    given = " and ".join(filter(None, (list_changed(run.ddp), "comm_hook" * run.has_comm_hook)))
-    if given:
+    if given := list_changed(run.ddp):
         fix = "Leave it out, or use dp_replicate for these ranks."
         yield Finding("PL141", "ddp", f"{given} {why}", rule, fix)

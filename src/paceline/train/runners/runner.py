@@ -137,11 +137,6 @@ class Runner(ABC):
         """Run backward of one microbatch; return the seconds that it waited for other ranks."""
 
     @property
-    def gradient_scale(self) -> float:
-        """The factor that turns a reduced gradient into the sum over the ranks."""
-        return 1.0
-
-    @property
     def signature(self) -> int:
         """A number that is equal on all ranks if they communicated alike in the previous update."""
         return 0

@@ -41,10 +41,6 @@ class ShardedRunner(Runner):
         self._dp = mesh.dp
 
     @property
-    def gradient_scale(self) -> float:
-        return self._shards.gradient_scale
-
-    @property
     def silent(self) -> bool:
         return self._shards.silent
 

@@ -50,10 +50,6 @@ class WholeRunner(Runner):
             self._watch_use()
 
     @property
-    def gradient_scale(self) -> float:
-        return 1.0 if self._replica is None else self._replica.gradient_scale
-
-    @property
     def silent(self) -> bool:
         return self._replica is not None and self._replica.silent
 
