@@ -392,3 +392,8 @@ def test_cuda() -> None:
             assert x.tolist() == [1, 1, 1]
         world.barrier()
         assert world.broadcast_object("hi") == "hi"
+
+
+def test_without_a_world_there_is_no_current_one() -> None:
+    with pytest.raises(PacelineError, match=r"paceline\.start\(\).*\[PL315\]"):
+        paceline.world.current_world()

@@ -99,7 +99,7 @@ def test_sizes_that_hold_everything_are_one() -> None:
 @pytest.mark.parametrize("text", ["", "0", "5,-1", "nan", "5,inf", "5;25", "5,"])
 def test_sizes_that_are_none_are_refused(text: str) -> None:
     assert parse_sizes("5, 25,0.5") == [5.0, 25.0, 0.5]
-    with pytest.raises(PacelineError, match="PL965"):
+    with pytest.raises(PacelineError, match="PL620"):
         parse_sizes(text)
 
 

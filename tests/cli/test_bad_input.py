@@ -87,7 +87,7 @@ def _as_a_folder(folder: Path) -> None:
 
 CASES = {
     "recipe missing": Case(
-        ["train", "recipes.toml"], ["recipes.toml does not exist", "recipe.toml", "PL120"]
+        ["train", "recipes.toml"], ["recipes.toml does not exist", "recipe.toml", "PL121"]
     ),
     "recipe unreadable": Case(_train(), ["cannot be read", "PL121"], before=_as_a_folder),
     "recipe not utf-8": Case(_train(), ["UTF-8", "PL121"], before=_write("recipe.toml", b"\xff\xfe=1")),

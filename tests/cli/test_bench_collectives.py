@@ -18,7 +18,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "4.5MB", "4TB", "64,,128", "five", "1e3", "5GB"])
 def test_sizes_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(PacelineError, match="PL953"):
+    with pytest.raises(PacelineError, match="PL620"):
         run("collectives", f"--sizes={text}")
 
 

@@ -96,7 +96,7 @@ def test_built_in_recipes_are_listed_printed_and_found_by_name(
         assert load_recipe(name) == load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
     assert main(["recipes", "nothing"]) == 2
     assert "There are encoder-dropout, gpt-islands, gpt-stdlib" in capsys.readouterr().err
-    with pytest.raises(PacelineError, match="PL120"):
+    with pytest.raises(PacelineError, match="PL121"):
         load_recipe("nothing")
 
 
@@ -170,7 +170,7 @@ def test_a_mistake_is_reported_in_words(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("paceline: nowhere.toml does not exist.")
-    assert output.err.endswith("[PL120]\n")
+    assert output.err.endswith("[PL121]\n")
 
 
 def test_a_mistake_is_reported_in_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_a_mistake_is_reported_in_json(capsys: pytest.CaptureFixture[str]) -> No
     output = capsys.readouterr()
     assert output.err == ""
     error = json.loads(output.out)["error"]
-    assert error["code"] == "PL120"
+    assert error["code"] == "PL121"
     assert error["saw"] == "nowhere.toml does not exist."
     assert set(error) == {"code", "saw", "rule", "fix"}
 

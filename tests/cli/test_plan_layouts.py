@@ -402,3 +402,12 @@ def test_an_option_without_effect_is_refused(words: tuple[object, ...]) -> None:
     with pytest.raises(PacelineError) as found:
         run(*words, "--cluster", "8 H100")
     assert found.value.code == "PL941"
+
+
+def test_what_a_plan_must_be_told_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(LLAMA.replace('"bpe"\nvocab_size = 32000', '"tokenizer.json"'))
+    for words, code in (((str(recipe),), "PL928"), (("model.py:build",), "PL939")):
+        with pytest.raises(PacelineError) as found:
+            run(*words, "--cluster", "8 H100-80")
+        assert found.value.code == code

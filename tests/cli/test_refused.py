@@ -138,7 +138,7 @@ RECIPES = {
     "a link to itself": Refused(
         train(), ["symbolic links", "PL121"], replaced(lambda p: p.symlink_to(p.name))
     ),
-    "a broken link": Refused(train(), ["does not exist", "PL120"], replaced(lambda p: p.symlink_to("no"))),
+    "a broken link": Refused(train(), ["does not exist", "PL121"], replaced(lambda p: p.symlink_to("no"))),
     "below a file": Refused(train(recipe="text/0.txt/r.toml"), ["PL121"]),
     "a name of 5,000 characters": Refused(train(recipe="x" * 5000), ["too long", "PL121"]),
     "an empty name": Refused(train(recipe=""), ["PL121"]),
@@ -275,7 +275,7 @@ VERIFY = {
     "no steps": Refused(["verify", "recipe.toml", "--steps", "0"], ["steps", "PL72"]),
     "minus one step": Refused(["verify", "recipe.toml", "--steps", "-1"], ["steps", "PL72"]),
     "a recipe that is a pipe": Refused(["verify", "recipe.toml"], ["a pipe", "PL121"], replaced(os.mkfifo)),
-    "a missing recipe": Refused(["verify", "no.toml"], ["no.toml", "PL120"]),
+    "a missing recipe": Refused(["verify", "no.toml"], ["no.toml", "PL121"]),
     "a bad setting": Refused(["verify", "recipe.toml", "--set", "x"], ["'x'", "PL123"]),
     "a huge model": Refused(["verify", "recipe.toml", "--set", "model.hidden=1000000"], ["TiB", "PL125"]),
     "a huge batch": Refused(
@@ -321,7 +321,7 @@ FLAGS = {
     "10^18 ranks": Refused(train("--nproc", "1000000000000000000"), ["PL126"]),
     "no patience": Refused(train("--hang-after", "0"), ["--hang-after", "PL349"]),
     "patience that is no number": Refused(train("--hang-after", "nan"), ["--hang-after", "PL349"]),
-    "bench of nothing": Refused(["bench", "scaling", "no.toml"], ["no.toml", "PL120"]),
+    "bench of nothing": Refused(["bench", "scaling", "no.toml"], ["no.toml", "PL121"]),
     "bench without ranks": Refused(["bench", "scaling", "recipe.toml", "--nproc", "0"], ["PL"]),
     "bench on 10^9 ranks": Refused(["bench", "scaling", "recipe.toml", "--nproc", "1000000000"], ["PL"]),
 }

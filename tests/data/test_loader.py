@@ -394,7 +394,7 @@ def test_the_ranks_own_generators_go_on_undisturbed(dataset: Any) -> None:
         ({"epochs": 0}, "PL250", "epochs=0"),
         ({"num_workers": -1}, "PL250", "num_workers=-1"),
         ({"prefetch": 0}, "PL250", "prefetch=0"),
-        ({"microbatch_size": 9}, "PL251", "microbatch_size=9 is more than global_batch_size=8"),
+        ({"microbatch_size": 9}, "PL108", "microbatch_size=9 is more than global_batch_size=8"),
         ({"rank": 2, "world_size": 2}, "PL252", "rank=2 with world_size=2"),
         ({"dataset": []}, "PL253", "0 samples"),
         ({"dataset": 7}, "PL254", "neither"),

@@ -182,7 +182,12 @@ def test_a_running_job_is_named_and_is_no_finding(tmp_path: Path, command: str, 
 def test_variables(tmp_path: Path) -> None:
     environ = {"NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1", "RANK": "0", "WORLD_SIZE": "2"}
     text = found(checks.leftovers, Machine(root=tmp_path, environ=environ))
-    for expected in ("TORCH_NCCL_BLOCKING_WAIT", "host waits for every kernel", "unset RANK WORLD_SIZE"):
+    for expected in (
+        "PL982",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "host waits for every kernel",
+        "unset RANK WORLD_SIZE",
+    ):
         assert expected in text
     assert "unset RANK" not in found(checks.leftovers, Machine(environ=environ | {"SLURM_JOB_ID": "7"}))
     proxy = Machine(environ={"https_proxy": "http://me:secret@proxy:3128", "EDITOR": "vi"})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.errors import PacelineError
 from paceline.launching.processes.folder import SOCKETS, launch_folder
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +73,14 @@ def wait_until(is_done: Callable[[], bool]) -> None:
     while not is_done() and time.monotonic() < end:
         time.sleep(0.05)
     assert is_done()
+
+
+def test_a_folder_with_too_long_a_path_needs_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with launch_folder() as folder:
+        assert folder.parent in (Path("/tmp"), Path("/var/tmp"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PacelineError, match=r"neither /tmp nor /var/tmp.*\[PL606\]"), launch_folder():
+        pass

@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.errors import PacelineError
+from paceline.launching.processes.messages import Start
+from paceline.launching.processes.ranks import _start_over
 
 # One process imports torch; each case runs in a fork of it, behind the curtain.
 HUB = """
@@ -310,3 +315,18 @@ def test_seeded_ones_are_as_ever(see: See) -> None:
 def test_a_thread_stands_against_a_fork(see: See) -> None:
     assert see("why_not_fork") is None
     assert "has started a thread here" in see("why_not_fork_with_a_thread")
+
+
+def test_a_script_with_threads_is_not_started_again(tmp_path: Path) -> None:
+    """A process that executes itself again would lose them."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    start = Start(0, 0, {}, (), None, "", str(tmp_path), str(tmp_path))
+    try:
+        with pytest.raises(PacelineError, match=r"TORCH_LOGS.*\[PL341\]"):
+            _start_over(start, ["TORCH_LOGS"])
+    finally:
+        ended.set()
+        thread.join()
+    assert list(tmp_path.iterdir()) == []

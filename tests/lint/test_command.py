@@ -110,7 +110,9 @@ def test_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('ignore = ["PL023"]', 2),
     ):
         project.write_text(f"[tool.paceline.lint]\n{text}\n")
-        assert lint(capsys, str(path))[0] == code, text
+        found, _, err = lint(capsys, str(path))
+        assert found == code, text
+        assert ("[PL096]" in err) == (code == 2), text
 
 
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

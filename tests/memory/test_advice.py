@@ -103,6 +103,7 @@ def test_growth_is_told_from_a_larger_step() -> None:
 
 def test_the_words_have_all_parts() -> None:
     text = describe(FULL)
+    assert "[PL914]" in text
     assert text.startswith(
         "Activations filled the memory at train.py:9 in train: 4.0 GiB, most of it in blocks.0.attn"
     )

@@ -73,6 +73,7 @@ def test_an_idle_gpu_is_not_called_well_hidden(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert "hidden well enough" not in text
     assert "its GPU is idle for 75% of the step" in text
+    assert "[PL909]" in text
     assert "100 kernels per step, 386 us each" in text.replace("µ", "u")
     head, own = (line.split() for line in text.splitlines()[2:4])
     assert dict(zip(head[-2:], own[-2:], strict=True)) == {"copies": "2.6", "idle": "168"}

@@ -111,13 +111,13 @@ def test_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
     (tmp_path / "gpt-stdlib.toml").write_text("")
     with pytest.raises(PacelineError, match=r"Did you mean .*gpt-stdlib\.toml") as caught:
         load_recipe(tmp_path / "gpt-sdtlib.toml")
-    assert caught.value.code == "PL120"
+    assert caught.value.code == "PL121"
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match="does not exist") as caught:
         load_recipe(tmp_path / "nowhere" / "x.toml")
-    assert caught.value.code == "PL120"
+    assert caught.value.code == "PL121"
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:

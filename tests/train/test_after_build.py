@@ -346,7 +346,9 @@ def test_remarks_of_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
             trainer.step(DATA)
         return "\n".join(record.getMessage() for record in caplog.records if "PL" in record.getMessage())
 
-    assert "trained in eval mode (1 Dropout)" in remarks(net().eval())
+    in_eval = remarks(net().eval())
+    assert "trained in eval mode (1 Dropout)" in in_eval
+    assert "[PL394]" in in_eval
     assert "counter.calls: forward changes this number" in remarks(Counting(), microbatch_size=4)
     assert "PL416" not in remarks(Counting(), microbatch_size=8)
     assert not remarks(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)))

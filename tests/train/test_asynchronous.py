@@ -6,15 +6,17 @@ import copy
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 from paceline.errors import PacelineError
 from paceline.recipe import Layout, Rules, dump_recipe, load_recipe
-from paceline.train.asynchronous import UpdateRow, find_oldest, read_updates
+from paceline.train.asynchronous import UpdateRow, Workers, find_oldest, read_updates
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
@@ -193,3 +195,13 @@ def test_a_record_needs_its_recipe(tmp_path: Path) -> None:
     record.write_text('{"step": 1, "worker": 0}\n')
     with pytest.raises(PacelineError, match="PL678"):
         read_updates(record, recipe)
+
+
+def test_a_rank_that_does_not_push_ends_the_wait_of_the_others() -> None:
+    """Rank 1 has pulled, and its update could come too late for another pull."""
+    world: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, timeout_s=0.1, store=HashStore())
+    workers = Workers(world, 0, first_step=0, first_batch=0, num_steps=3)
+    state = {"end": 3, "taken": 1, "applied": 0, "stop": 0, "out": {"1": 0}}
+    world.store.set("asynchronous/0/state", json.dumps(state))
+    with pytest.raises(PacelineError, match=r"rank 1 computes one.*\[PL679\]"):
+        next(workers.run(lambda batch: torch.zeros(1), lambda: 0))

@@ -260,7 +260,7 @@ def test_with_drop_last_the_epoch_ends_with_the_shortest(ranks: Pool, tmp_path: 
 
 @pytest.mark.parametrize("options", [{"shard": "yours"}, {"shard": "mine", "microbatch_size": 8}])
 def test_impossible_shards_are_refused(ranks: Pool, options: dict[str, Any]) -> None:
-    assert ranks.run(code_of_loader, args=(options,)) == [["PL251", "PL400"]["yours" in options.values()]] * 2
+    assert ranks.run(code_of_loader, args=(options,)) == [["PL108", "PL400"]["yours" in options.values()]] * 2
 
 
 def code_of_loader(world: Any, options: dict[str, Any]) -> str:

@@ -120,5 +120,5 @@ def test_a_vocabulary_that_is_too_small_is_refused(place: Path) -> None:
     from paceline.huggingface.factory import from_recipe
 
     section: Any = load_recipe("recipe.toml").model
-    with pytest.raises(PacelineError, match="300"):
+    with pytest.raises(PacelineError, match=r"300.*\[PL942\]"):
         from_recipe(section, 301)()

@@ -248,7 +248,7 @@ def test_verify_compares_islands_on_ranks_with_islands_in_turns(ranks: Pool, pla
     if plant is None:
         layouts.append(resolve_layout("dp_replicate=4"))
     found = verify_subject(subject, layouts, run=run)
-    assert [remark.code for remark in found.remarks] == ["PL732"]
+    assert [remark.code for remark in found.remarks] == ["PL724"]
     if plant is None:
         assert found.ok, found
         assert found.num_steps == 5

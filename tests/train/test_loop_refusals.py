@@ -188,7 +188,7 @@ def test_order_of_calls() -> None:
             refused("PL734", lambda: step.mean("size", torch.ones(3)), "size")
             refused("PL400", lambda: step.backward(model(batch[0]).mean(), weight=float("nan")), "nan")  # noqa: B023
             square(model(batch[0]), batch).backward()
-            refused("PL643", lambda: step.backward(square(model(batch[0]), batch)), "same microbatch")  # noqa: B023
+            refused("PL644", lambda: step.backward(square(model(batch[0]), batch)), "same microbatch")  # noqa: B023
         for norm in (-1.0, float("nan"), None, model.parameters()):
             refused("PL400", lambda: step.clip_grad_norm_(norm), "max_norm")  # noqa: B023
         optimizer.step()

@@ -364,3 +364,9 @@ def test_a_disk_that_stands_still_stops_no_step(
     assert ("does not take the last rows" in caplog.text) is not answers
     is_still.set()
     assert writer._disk.wait(20)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(PacelineError, match=r"metrics\.jsonl cannot be written.*\[PL523\]"):
+        MetricsWriter(tmp_path, last_step=0)

@@ -146,7 +146,7 @@ def test_a_model_of_ones_own_learns_a_recipes_data(place: Path) -> None:
     [
         ("model.build=nowhere:build", r"nowhere cannot be imported \(ModuleNotFoundError"),
         ("model.build=nowhere.py:build", r"nowhere.py cannot be imported \(FileNotFoundError"),
-        ("model.build=own_parts:absent", "own_parts has no function absent"),
+        ("model.build=own_parts:absent", r"own_parts has no function absent.*\[PL837\]"),
         ("model.args={width=3}", r"raised TypeError: build\(\) got an unexpected keyword"),
         ("model.build=own_parts:nothing", "own_parts:nothing returned a NoneType"),
         ("data.build=own_parts:nothing", "returned no dict with data sets that have a length"),

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.errors import PacelineError
 from paceline.recipe import Layout
 from paceline.verifying.case import Case
 from paceline.verifying.cause import diagnose
+from paceline.verifying.check import _describe_unexplained
 from paceline.verifying.closeness import (
     Difference,
     Noise,
@@ -286,3 +288,20 @@ def test_a_tolerance_is_the_larger_of_noise_and_last_bit() -> None:
     assert Noise(1e-14, 1.0, 2e-16, 100.0).tolerance == pytest.approx(1e-12)
     assert Noise(0.0, 1.0, 2e-16, 100.0).tolerance == pytest.approx(2e-14)
     assert Noise(0.0, 0.0, 0.0, 100.0).tolerance == 0
+
+
+def test_a_weight_that_a_forward_changes_is_named() -> None:
+    watched = replace(WATCHED, changed=["block.up.weight"])
+    case = Case(
+        LAYOUT, "fp64", replace(FACTS, watched=watched), differ("weight", "block.up.weight"), observe()
+    )
+    finding = diagnose(case)
+    assert (finding.code, "block.up.weight" in finding.where) == ("PL723", True)
+
+
+def test_a_layout_whose_watched_run_fails_is_reported_all_the_same() -> None:
+    case = Case(LAYOUT, "fp64", FACTS, differ("loss", size=0.5) + differ("weight", "block.up.weight"))
+    finding = _describe_unexplained(case, PacelineError("PL432", saw="no memory.", rule="", fix=""))
+    assert finding.code == "PL726"
+    assert "on all 4 ranks" in finding.saw
+    assert "no memory." in finding.saw

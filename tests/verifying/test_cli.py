@@ -160,7 +160,7 @@ def test_a_compressed_recipe_is_verified_in_its_own_type(
     assert (table["ok"], table["dtype"]) == (True, "fp32")
     assert all(result["same_bits"] for result in table["results"])
     [remark] = table["remarks"]
-    assert remark["code"] == "PL732"
+    assert remark["code"] == "PL724"
     assert 'compress.kind="int8" in 2 slots' in remark["saw"]
 
 
@@ -199,3 +199,12 @@ def test_functions_that_describe_nothing(
 def test_files_that_cannot_be_imported(capsys: pytest.CaptureFixture[str], source: str) -> None:
     assert main(["verify", source, "--layout", "tp=2"]) == 2
     assert "cannot be imported" in capsys.readouterr().err
+
+
+def test_updates_that_ranks_compute_apart_are_not_verified(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--layout", "dp_replicate=2", "--set", "asynchronous.staleness=1"]
+    assert main(["verify", recipe, *words]) == 2
+    assert "asynchronous.staleness=1. Gradients and weights" in (err := capsys.readouterr().err)
+    assert "[PL743]" in err

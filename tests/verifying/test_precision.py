@@ -83,7 +83,7 @@ def test_rounding_in_a_narrower_type_inside_is_no_fault(ranks: Pool) -> None:
     verified = verify(ranks, Model)
     assert verified.ok, list(map(str, verified.findings))
     (remark,) = verified.remarks
-    assert remark.code == "PL725"
+    assert remark.code == "PL724"
     assert "rounding in fp32" in remark.saw
     assert "sums" in remark.saw
     assert not verified.results[0].same_bits

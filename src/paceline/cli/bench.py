@@ -182,13 +182,13 @@ def _measure(job: Measured, args: argparse.Namespace) -> int:
 
 
 def parse_sizes(text: str) -> list[float]:
-    """Return the sizes of buckets of `5,25,100`, in MiB; raise PL965."""
+    """Return the sizes of buckets of `5,25,100`, in MiB; raise PL620."""
     with suppress(ValueError):
         sizes = [float(word) for word in text.split(",")]
         if all(0 < size < float("inf") for size in sizes):
             return sizes
     raise PacelineError(
-        "PL965",
+        "PL620",
         saw=f"--sizes {text}.",
         rule="--sizes is a comma-separated list of positive sizes of buckets in MiB.",
         fix="Write for example --sizes 5,25,100.",
@@ -200,7 +200,7 @@ def _parse_ranks(text: str, nproc: int | None) -> list[int]:
     if nproc is not None or not all(word.isdecimal() for word in numbers):
         saw = f"--ranks {text}" + ("." if nproc is None else f" with --nproc {nproc}.")
         raise PacelineError(
-            "PL626",
+            "PL620",
             saw=saw,
             rule="--ranks is a comma-separated list of numbers of ranks; --nproc N means 1, 2, 4 ... N.",
             fix="Write for example --ranks 1,2,4, and leave --nproc out.",

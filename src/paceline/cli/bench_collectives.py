@@ -69,7 +69,7 @@ def parse_sizes(text: str) -> list[int]:
         size = int(found[1]) * _UNITS[found[2]] if found else 0
         if not 0 < size <= _MOST_BYTES:
             raise PacelineError(
-                "PL953",
+                "PL620",
                 saw=f"--sizes {text}: {word.strip()!r}.",
                 rule=f"Sizes are whole numbers from 1 byte to {format_bytes(_MOST_BYTES)}, alone or with KB, "
                 "MB or GB.",

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.name not in texts:
         raise PacelineError(
-            "PL120",
+            "PL121",
             saw=f"there is no built-in recipe {args.name}.",
             rule=f"There are {', '.join(texts)}.",
             fix="Name one of them.",

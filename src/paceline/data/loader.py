@@ -148,7 +148,7 @@ class Loader:
             )
         if microbatch_size > global_batch_size:
             raise PacelineError(
-                "PL251",
+                "PL108",
                 saw=f"microbatch_size={microbatch_size} is more than global_batch_size={global_batch_size}.",
                 rule="A global batch is cut into microbatches.",
                 fix=f"Set microbatch_size to {global_batch_size} or less.",

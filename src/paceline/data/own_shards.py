@@ -27,7 +27,7 @@ def count_own_samples(
     if len(cuts) < world_size or num_slots is not None:
         saw = f"{len(cuts)} microbatches of {microbatch_size} for {world_size} data ranks"
         raise PacelineError(
-            "PL251",
+            "PL108",
             saw=f'shard="mine" with {saw if num_slots is None else "compressed gradients"}.',
             rule="Every rank draws at least one microbatch of each global batch from its own data, and slots "
             "of compressed gradients would need the same number each time.",

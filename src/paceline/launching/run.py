@@ -339,7 +339,7 @@ def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:
         config, command, args = config_from_args(flags)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
         raise PacelineError(
-            "PL343",
+            "PL600",
             saw=f"{error}.",
             rule="torchrun's flags must be valid and consistent.",
             fix="See paceline run --help.",

@@ -107,7 +107,7 @@ def stop_by_signals(
         numbers |= {signal.SIGINT, *(n for n in _BY_SCHEDULERS if signal.getsignal(n) is signal.SIG_DFL)}
     except KeyError as error:
         raise PacelineError(
-            "PL343",
+            "PL600",
             saw=f"--signals-to-handle names {error}.",
             rule="Signals have names such as SIGTERM and SIGUSR1.",
             fix="See kill -l.",

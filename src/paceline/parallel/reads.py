@@ -123,7 +123,7 @@ class ParameterReads(TorchFunctionMode):
             raise _early_error()
         if name in _SHOWING or (name not in _PLAIN and not name.endswith(".__get__")):
             found = self._ways.keys() & set(map(id, _flatten((*args, *kwargs.values()))))
-            # PL436 and PL437 say more about a gradient inside of the loss.
+            # PL436 says more about a gradient inside of the loss.
             if func is torch.autograd.grad and (self._is_sharded or kwargs.get("create_graph")):
                 if found and self._is_sharded and self._before_backward is not None:
                     raise gradient_error("torch.autograd.grad of parameters.")

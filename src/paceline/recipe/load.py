@@ -46,7 +46,7 @@ def load_recipe(
         remark: called with a sentence about each value that was adapted to the settings.
 
     Raises:
-        PacelineError: PL120 missing, PL121 unreadable, PL122 not TOML, PL123 malformed setting, PL124 a
+        PacelineError: PL121 missing or unreadable, PL122 not TOML, PL123 malformed setting, PL124 a
             value that a recipe cannot hold.
         RecipeErrors: everything wrong with its keys and values.
     """
@@ -75,7 +75,7 @@ def _read_text(path: Path) -> str:
         if near:
             hint = f"Did you mean {' or '.join(str(path.parent / name) for name in near)}?"
         raise PacelineError(
-            "PL120", saw=f"{path} does not exist.", rule="A run starts from a recipe file.", fix=hint
+            "PL121", saw=f"{path} does not exist.", rule="A run starts from a recipe file.", fix=hint
         ) from None
     except OSError as error:
         raise PacelineError(

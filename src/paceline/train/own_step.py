@@ -124,7 +124,7 @@ class LoopStep:
             retain_graph: whether another backward of this microbatch follows.
 
         Raises:
-            PacelineError: PL643 after another kind of backward, or after the one that sums over ranks.
+            PacelineError: PL644 after another kind of backward, or after the one that sums over ranks.
         """
         work, each = self._inside("step.backward(loss)")
         weight = None if weight is None else check_weight("step.backward got the weight", weight)

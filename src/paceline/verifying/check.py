@@ -94,9 +94,8 @@ class Verified:
         reference_s: seconds that the reference and its reruns took.
         draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
             PL450 to PL453. They are not differences by themselves.
-        remarks: findings about the comparison that are not faults: the model does not compute in fp64, so
-            another type was used (PL724); parts compute in a narrower type (PL725); gradients are
-            compressed (PL732).
+        remarks: findings about the comparison that are not faults: something was not compared in fp64
+            (PL724).
     """
 
     results: list[LayoutResult]
@@ -389,7 +388,7 @@ class _Session:
         names = [name or "the model itself" for name in narrow]
         self.remarks.append(
             Finding(
-                "PL725",
+                "PL724",
                 str(layout),
                 f"It differs by rounding in {kinds}: the first difference is in a part that computes in "
                 f"that type, although training is in {self._subject.dtype}, and all agrees if that is too. "

@@ -24,7 +24,7 @@ def settle_slots(subject: Subject, layouts: Sequence[Layout]) -> tuple[Subject, 
     num_slots = section.slots or max(2, math.lcm(*(layout.dp for layout in layouts)))
     chosen = "" if section.slots else ", the smallest number that all of these layouts can share"
     remark = Finding(
-        "PL732",
+        "PL724",
         "the comparison",
         f'Everything was trained and compared in {subject.dtype}, with compress.kind="{section.kind}" in '
         f"{num_slots} slots{chosen}.",
@@ -46,7 +46,7 @@ def settle_islands(subject: Subject) -> tuple[Subject, list[Finding]]:
     num_steps = max(subject.num_steps, 5)
     section = section.model_copy(update={"warmup_steps": 1, "every": 2})
     remark = Finding(
-        "PL732",
+        "PL724",
         "the comparison",
         f"Everything was trained and compared in {subject.dtype} for {num_steps} steps, with "
         "islands.warmup_steps=1 and islands.every=2. After step 1, only the global weights and statistics "

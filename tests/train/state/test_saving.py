@@ -33,6 +33,7 @@ from paceline.checkpoint.writing import joint
 from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy
 from paceline.errors import PacelineError
 from paceline.train import belongings, metrics
+from paceline.train.state.write import agree
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
@@ -305,11 +306,14 @@ def close_early(world: Any, folder: str) -> list[str]:
         trainer.close()
     with pytest.raises(PacelineError) as caught:
         handle.wait()
-    return [*found, caught.value.code]
+    handle.outcome = None  # as on a rank that does not commit
+    with pytest.raises(PacelineError) as unknown:
+        handle.wait()
+    return [*found, caught.value.code, unknown.value.code]
 
 
 def test_closing_a_trainer_waits_for_its_last_save(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(close_early, 1, (str(tmp_path),)) == [["step-00000001", "PL508"]]
+    assert ranks.run(close_early, 1, (str(tmp_path),)) == [["step-00000001", "PL508", "PL548"]]
 
 
 # ---- failing disks
@@ -613,3 +617,9 @@ def test_rows_of_metrics_tell_what_saves_cost(ranks: Pool, tmp_path: Path) -> No
     assert rows[0]["save_stall_s"] is None
     assert all(row["save_stall_s"] > 0 for row in rows[1:])
     assert rows[-1]["save_s"] is None or rows[-1]["save_s"] > 0
+
+
+def test_ranks_that_have_other_tensors_to_save_are_named() -> None:
+    agree([(None, "same"), (None, "same")])
+    with pytest.raises(PacelineError, match=r"rank 2 has other tensors to save than rank 0.*\[PL525\]"):
+        agree([(None, "same"), (None, "same"), (None, "other")])

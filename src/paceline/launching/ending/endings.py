@@ -84,12 +84,12 @@ class PumpLost(Exception):  # noqa: N818 (named after the event)
     """The error of a launch whose pump was killed; its ranks were ended."""
 
     exit_code = 1
-    code = "PL332"
+    code = "PL372"
 
     def __str__(self) -> str:
         return (
             "the process that copies the ranks' output was killed from outside; the ranks were ended, "
-            "because their output would have been lost. [PL332]"
+            "because their output would have been lost. [PL372]"
         )
 
 

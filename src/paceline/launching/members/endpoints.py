@@ -23,7 +23,7 @@ def read_endpoints(text: str, default_port: int = DEFAULT_PORT) -> list[Address]
             host, port = part, ""
         if port and not (port.isdigit() and 0 < int(port) < 1 << 16):
             raise PacelineError(
-                "PL377",
+                "PL380",
                 saw=f"--rdzv-endpoint {text}: {port!r} is not a port at which several nodes can meet.",
                 rule="It is HOST, HOST:PORT or several of them, separated by commas; ports are 1 to 65535.",
                 fix=f"Use for example --rdzv-endpoint {host or 'node0'}:{default_port}.",
@@ -38,7 +38,7 @@ def read_endpoint(text: str) -> Address:
     found = read_endpoints(text)
     if len(found) > 1:
         raise PacelineError(
-            "PL377",
+            "PL380",
             saw=f"--rdzv-endpoint {text} with --rdzv-backend c10d.",
             rule="The store of c10d is on one node.",
             fix=f"Use --rdzv-endpoint {found[0][0]}:{found[0][1]}. For a job that survives the loss of any "

@@ -183,7 +183,7 @@ def refuse_graph() -> None:
 def second_gradient_error(saw: str) -> PacelineError:
     """Return the error for a gradient of a gradient."""
     return PacelineError(
-        "PL437",
+        "PL436",
         saw=saw,
         rule="Under tp, backward has collectives between the ranks, which cannot be differentiated again, "
         "as a gradient penalty requires.",

@@ -8,9 +8,9 @@ from paceline.errors import PacelineError
 
 
 def summed_already_error() -> PacelineError:
-    """Return PL643, for a backward after the one in which ranks have summed the gradients."""
+    """Return PL644, for a backward after the one in which ranks have summed the gradients."""
     return PacelineError(
-        "PL643",
+        "PL644",
         saw="another backward in a microbatch after step.backward(loss).",
         rule="step.backward sums the gradients over ranks while it computes them, so it comes last.",
         fix="Add the losses and call step.backward once, pass retain_graph=True to all but the last "
@@ -19,9 +19,9 @@ def summed_already_error() -> PacelineError:
 
 
 def mixed_error() -> PacelineError:
-    """Return PL643, for a `step.backward` after a plain backward of the same microbatch."""
+    """Return PL644, for a `step.backward` after a plain backward of the same microbatch."""
     return PacelineError(
-        "PL643",
+        "PL644",
         saw="step.backward(loss) after loss.backward() in the same microbatch.",
         rule="The gradients of a plain backward are weighted after the microbatch, those of step.backward "
         "before it, so both in one microbatch would be weighted differently.",
