@@ -112,9 +112,7 @@ def agree_on_device(seen: SeenDevices, store: Store, rank: int, world_size: int,
         store.set(f"{_READ}{rank}", "1")
         if rank == 0:  # it may host the store, which the others still read
             wait(store, _READ, world_size)
-        error = PacelineError(**found)
-        error.on_every_rank = True
-        raise error
+        raise PacelineError(**found, on_every_rank=True)
     for line in found["lines"] if rank == 0 else ():
         log.warning("%s", line)
     number = found["numbers"][rank]

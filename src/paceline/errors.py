@@ -35,18 +35,18 @@ class PacelineError(Exception):
         saw: the fact that was found, with its value.
         rule: the rule that it breaks.
         fix: the next move.
+        on_every_rank: whether all ranks raise it, so that only one of them needs to report it.
     """
 
     exit_code = 2
-    # Set if all ranks raise the same error, so that only one of them needs to report it.
-    on_every_rank = False
 
-    def __init__(self, code: str, *, saw: str, rule: str, fix: str) -> None:
+    def __init__(self, code: str, *, saw: str, rule: str, fix: str, on_every_rank: bool = False) -> None:
         super().__init__(code, saw, rule, fix)
         self.code = code
         self.saw = saw
         self.rule = rule
         self.fix = fix
+        self.on_every_rank = on_every_rank
 
     def __str__(self) -> str:
         return f"{self.saw} {self.rule} {self.fix} [{self.code}]"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from paceline.bench.collectives import build_calls
 from paceline.comm.nodes import find_nodes
+from paceline.comm.one_tensor import gather_objects
 from paceline.launching.local import launch
 from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
@@ -203,9 +204,7 @@ def _median(world: World, times: list[float], spreads: list[float]) -> float:
     own = statistics.median(times)
     if world.world_size == 1:
         return own
-    all_ranks: list[float] = [0.0] * world.world_size
-    dist.all_gather_object(all_ranks, own)
-    return statistics.median(all_ranks)
+    return statistics.median(gather_objects(own))
 
 
 def _name_processor(device: torch.device) -> str:

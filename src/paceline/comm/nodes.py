@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-import torch.distributed as dist
+from paceline.comm.one_tensor import gather_objects
 
 
 def find_nodes() -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -14,8 +14,7 @@ def find_nodes() -> tuple[tuple[str, ...], tuple[int, ...]]:
 
     Containers with networks of their own count as nodes of their own.
     """
-    found: list[tuple[str, str, int]] = [("", "", 0)] * dist.get_world_size()
-    dist.all_gather_object(found, _identify_node())
+    found = gather_objects(_identify_node())
     known = list(dict.fromkeys(found))
     return tuple(host for host, _, _ in known), tuple(map(known.index, found))
 

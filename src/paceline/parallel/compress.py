@@ -67,15 +67,14 @@ class Compression:
         num_slots, num_ranks = self.settings.slots, len(num_owned)
         expected = count_owned(sum(num_owned), num_ranks, num_slots)
         if num_owned != expected:
-            error = PacelineError(
+            raise PacelineError(
                 "PL963",
                 saw=f"{sum(num_owned)} microbatches, of which the ranks have {list(num_owned)}, and "
                 f"compress.slots={num_slots}.",
                 rule="Slots are equal blocks of consecutive microbatches, and each rank has the microbatches "
                 f"of its slots: here {list(expected)}.",
                 fix="Use trainer.loader(), or give every rank the same number of microbatches per slot.",
+                on_every_rank=True,
             )
-            error.on_every_rank = True
-            raise error
         slots = list_own_slots(num_slots, num_ranks, rank)
         return OwnBlocks(tuple(owned_microbatches(sum(num_owned), num_slots, slot) for slot in slots))

@@ -256,14 +256,13 @@ def refuse_asynchronous(
 
 def refusal(what: str, reason: str) -> PacelineError:
     """Return PL677."""
-    error = PacelineError(
+    return PacelineError(
         "PL677",
         saw=f"asynchronous updates with {what}.",
         rule=reason,
         fix="Change this setting, or train synchronously with asynchronous.staleness=0.",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error
 
 
 def read_updates(path: Path, recipe: Recipe) -> list[UpdateRow]:
@@ -300,12 +299,11 @@ def find_oldest(rows: Sequence[UpdateRow], *, step: int, batch: int) -> list[int
 
 def record_error(saw: str) -> PacelineError:
     """Return PL678."""
-    error = PacelineError(
+    return PacelineError(
         "PL678",
         saw=saw,
         rule="A record has every update of a run from the first on. A replay evaluates and saves after the "
         "same steps, before which ranks had applied all that they had computed.",
         fix="Replay updates.jsonl of a run's folder, with the recipe.toml beside it.",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error

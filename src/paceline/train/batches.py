@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
@@ -206,8 +207,7 @@ def check_same_batch(batch: Any, number: int) -> None:
     _check_lengths(batch, count_samples(batch))
     if number > _NUM_COMPARED or not dist.is_initialized() or not is_comparing():
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _digest_batch(batch)[1])
+    found = gather_objects(_digest_batch(batch)[1])
     others = [rank for rank, digest in enumerate(found) if digest != found[0]]
     if others:
         raise different_data_error(
@@ -252,7 +252,7 @@ def _digest_batch(batch: Any) -> tuple[bool, int]:
 
 def _same_samples_error(ranks: list[int]) -> PacelineError:
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    error = PacelineError(
+    return PacelineError(
         "PL419",
         saw=f"the last {_NUM_EQUAL} batches were the same on several ranks (places {shown} among the ranks "
         "that share the data).",
@@ -260,9 +260,8 @@ def _same_samples_error(ranks: list[int]) -> PacelineError:
         "some samples several times.",
         fix='Use the loader of the trainer or loop, without shard="mine"; it divides the data. '
         "Or divide them by rank, as a DistributedSampler in a DataLoader does.",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error
 
 
 def _check_lengths(batch: Any, num_samples: int) -> None:

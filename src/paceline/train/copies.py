@@ -23,15 +23,14 @@ training goes on (`hold`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from paceline.checkpoint.same_copies import Digests, find_difference
+from paceline.comm.one_tensor import gather_objects
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
 from paceline.recipe.axes import list_axes
@@ -195,8 +194,7 @@ class Copies:
         held = self.hold()
         held.read()
         assert self._mesh is not None
-        gathered: list[Any] = [None] * self._mesh.group.size()
-        dist.all_gather_object(gathered, held.describe(), group=self._mesh.group)
+        gathered = gather_objects(held.describe(), self._mesh.group)
         error = find_difference(dict(enumerate(gathered)))
         if error is not None:
             error.on_every_rank = True

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
@@ -159,8 +160,7 @@ class GlobalLoss:
         ]
         if self._dp is None:
             return [count for _, count in own]
-        found: list[Any] = [None] * self._dp.size
-        torch.distributed.all_gather_object(found, own, group=self._dp.group)
+        found = gather_objects(own, self._dp.group)
         return [count for _, count in sorted(chain.from_iterable(found))]
 
 

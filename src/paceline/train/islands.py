@@ -330,9 +330,8 @@ class Islands:
         table = self._gather(rows)
         for column, code, saw, rule in _SAME:
             if len(set(table[:, column].tolist())) > 1:
-                error = PacelineError(code, saw=saw, rule=rule, fix="Resume from the last checkpoint.")
-                error.on_every_rank = True
-                raise error
+                fix = "Resume from the last checkpoint."
+                raise PacelineError(code, saw=saw, rule=rule, fix=fix, on_every_rank=True)
         self._sums = {island: [0.0, 0.0] for island in self._own}
         total, weight = (math.fsum(table[:, column].tolist()) for column in (4, 5))
         # Ranks of one block may have got different signals.
@@ -554,15 +553,14 @@ _SAME: tuple[tuple[int, str, str, str], ...] = (
 
 
 def _unused_error() -> PacelineError:
-    error = PacelineError(
+    return PacelineError(
         "PL675",
         saw="islands have used different parameters in a step of the warm-up.",
         rule="The warm-up adds the islands' gradients, and a parameter has one on all islands or none.",
         fix="Use every parameter in every microbatch (multiply what must not count by zero), or set "
         "islands.warmup_steps to 0.",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error
 
 
 def _find_rows(name: str, parameter: Tensor) -> RowRange:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.mesh import Axis
 from paceline.parallel.placement import Placement
 from paceline.torch_seams.trees import tree_map_only
@@ -47,8 +47,7 @@ def complete_pieces(tree: dict[str, Any], placement: Placement, pp: Axis) -> dic
         for name, each in tree["parameters"].items()
         if placement.holders[name][0] == pp.rank
     }
-    gathered: list[Any] = [None] * pp.size
-    dist.all_gather_object(gathered, own, group=pp.group)
+    gathered = gather_objects(own, pp.group)
     for name, each in tree["parameters"].items():
         if not placement.holds(name):
             each["state"] = {

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.data.contents import are_alike
 from paceline.data.loader import Loader
 from paceline.data.share import Share
@@ -75,12 +76,10 @@ def list_differences(settings: Mapping[str, str], group: dist.ProcessGroup) -> l
     """Return the settings that differ between the ranks of a group, with the ranks; collective."""
     if not is_comparing():
         return []
-    digests: list[Any] = [None] * group.size()
-    dist.all_gather_object(digests, digest_text("\n".join(f"{k}={v}" for k, v in settings.items())), group)
+    digests = gather_objects(digest_text("\n".join(f"{k}={v}" for k, v in settings.items())), group)
     if digests.count(digests[0]) == len(digests):
         return []
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, dict(settings), group)
+    gathered = gather_objects(dict(settings), group)
     names = dict.fromkeys(name for each in gathered for name in each)
     differing = []
     for name in names:
@@ -234,8 +233,7 @@ def check_same_samples(loader: Loader, share: Share, group: dist.ProcessGroup) -
     """
     if not is_comparing():
         return
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, share.digests, group)
+    gathered = gather_objects(share.digests, group)
 
     def differ(name: str) -> bool:
         return any(each.get(name) != gathered[0].get(name) for each in gathered)
@@ -243,9 +241,7 @@ def check_same_samples(loader: Loader, share: Share, group: dist.ProcessGroup) -
     names = [name for name in set().union(*gathered) if name not in loader.random_fields]
     if not any(map(differ, names)):
         return
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, loader.find_random_fields(share.epoch), group)
-    random = set().union(*found)
+    random = set().union(*gather_objects(loader.find_random_fields(share.epoch), group))
     shown = [name for name in names if name not in random and differ(name)]
     known = {name: each for name, each in share.digests.items() if name not in random}
     if shown or are_alike(known):
@@ -261,7 +257,7 @@ def different_data_error(saw: str, rule: str = "") -> PacelineError:
     Args:
         rule: the reason, if it is not that the loader divides the data.
     """
-    error = PacelineError(
+    return PacelineError(
         "PL668",
         saw=f"{saw}.",
         rule=rule
@@ -270,9 +266,8 @@ def different_data_error(saw: str, rule: str = "") -> PacelineError:
         fix="Give every rank the same data in the same order: without split_dataset_by_node, without files "
         "or a shuffle of the rank's own, and with random numbers from the global generators of random, numpy "
         'or torch, which the loader seeds. Or keep the division: trainer.loader(..., shard="mine").',
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error
 
 
 def describe_step_settings(
@@ -333,12 +328,11 @@ def _different_error(differing: Sequence[str]) -> PacelineError:
     shown = "; ".join(differing[:_MAX_SHOWN])
     if len(differing) > _MAX_SHOWN:
         shown += f"; and {len(differing) - _MAX_SHOWN} more"
-    error = PacelineError(
+    return PacelineError(
         "PL417",
         saw=f"ranks have different settings: {shown}.",
         rule="Every rank trains the same model with the same settings. Only the samples differ.",
         fix="Look for an argument, an argument file, an environment variable or a line that depends on the "
         "rank or on the machine.",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -64,7 +65,7 @@ def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, 
         )
         for number, leaves, spec in flat
     ]
-    everyone = [described] if dp is None else _gather_objects(described, dp)
+    everyone = [described] if dp is None else gather_objects(described, dp.group)
     first = next(record for records in everyone for record in records)
     names, spec = first[1], tree_flatten(first[3])[1]
     for records in everyone:
@@ -104,7 +105,7 @@ def gather_batch(
         return gather_whole([(n, place(pick(batch))) for n, batch in batches], counts, dp, what).build()
 
     own = _shape_of(batches[0][1]) if batches else None
-    everyone = [own] if dp is None else _gather_objects(own, dp)
+    everyone = [own] if dp is None else gather_objects(own, dp.group)
     kind, keys = next(shape for shape in everyone if shape is not None)
     if kind == "mapping":
         return _Fields({key: _lazily(gather, f"batch[{key!r}]", key) for key in keys})
@@ -156,12 +157,6 @@ def _shape_of(batch: Any) -> tuple[str, list[Any]]:
     if isinstance(batch, (tuple, list)):
         return "sequence", list(range(len(batch)))
     return "other", []
-
-
-def _gather_objects(value: Any, dp: Axis) -> list[Any]:
-    found: list[Any] = [None] * dp.size
-    dist.all_gather_object(found, value, group=dp.group)
-    return found
 
 
 def _describe(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.torch_seams.trees import tree_map_only
@@ -32,8 +33,7 @@ def share_results(results: Sequence[tuple[int, Any]], mesh: Mesh | None) -> list
     own: list[Any] = tree_map_only(Tensor, lambda each: each.detach().cpu(), list(results))
     if mesh is None:
         return [each for _, each in own]
-    found: list[Any] = [None] * mesh.dp.size
-    dist.all_gather_object(found, own, group=mesh.dp.group)
+    found = gather_objects(own, mesh.dp.group)
     joined = [[each for _, each in sorted(chain.from_iterable(found), key=itemgetter(0))]]
     if mesh.pp.size > 1:
         dist.broadcast_object_list(joined, group=mesh.pp.group, group_src=mesh.homes[-1])

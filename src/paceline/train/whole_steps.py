@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.placement import Placement, lay_out_like, local
@@ -186,8 +187,7 @@ class WholeSteps:
             known[item.name] = {k: lies[k].dtype if k in lies else _Copied.of(v) for k, v in state.items()}
         for axis in reversed(_list_axes(items)):
             names = {item.name for item in items if axis in item.axes}
-            gathered: list[Any] = [None] * axis.size
-            dist.all_gather_object(gathered, {n: k for n, k in known.items() if n in names}, group=axis.group)
+            gathered = gather_objects({n: k for n, k in known.items() if n in names}, axis.group)
             known = {name: each for some in gathered for name, each in some.items()} | known
             _part(axis, [item for item in items if axis in item.axes and item.name in known], known)
         for item in items:

@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.parallel.construct.hand_out import Construction, Value, give
@@ -219,9 +219,8 @@ def _build_on_ranks(
     for rank, each in enumerate(found):
         if each.error is not None:
             error, where = each.error, f"On rank {rank} alone: " if rank else ""
-            error = PacelineError(error.code, saw=where + error.saw, rule=error.rule, fix=error.fix)
-            error.on_every_rank = True
-            raise error
+            words = {"saw": where + error.saw, "rule": error.rule, "fix": error.fix}
+            raise PacelineError(error.code, **words, on_every_rank=True)
     odd = [rank for rank, each in enumerate(found) if each.obstacle]
     if odd and group.rank() == 0:
         reason = found[odd[0]].obstacle
@@ -279,9 +278,7 @@ def _describe(model: nn.Module, obstacle: str) -> _Attempt:
 
 
 def _gather(own: _Attempt, group: dist.ProcessGroup) -> list[_Attempt]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, replace(own, model=None, values={}), group=group)
-    return found
+    return gather_objects(replace(own, model=None, values={}), group)
 
 
 def _digest(description: str) -> str:

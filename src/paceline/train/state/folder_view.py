@@ -81,15 +81,14 @@ def check_view(world: World, view: FolderView, folder: Path, *, is_sharded: bool
         return
     hosts = name_some(list(view.blind))
     if is_sharded:
-        error = PacelineError(
+        raise PacelineError(
             "PL553",
             saw=f'checkpoint.mode = "sharded", and ranks on {hosts} do not see {folder} as rank 0 does.',
             rule="Every rank writes its share into one folder.",
             fix='Give the run a folder that all nodes share, or set checkpoint.mode = "full": rank 0 then '
             "writes everything to its own disk.",
+            on_every_rank=True,
         )
-        error.on_every_rank = True
-        raise error
     if world.is_main:
         log.warning(
             "Ranks on %s do not see %s: only the disk of %s has the run's checkpoints and metrics. If it is "

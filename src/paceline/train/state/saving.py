@@ -425,11 +425,10 @@ def _closed_error(handle: SaveHandle) -> PacelineError:
 def _too_many_error(error: PacelineError, num_failed: int) -> PacelineError:
     if num_failed == 1:
         return error
-    found = PacelineError(
+    return PacelineError(
         "PL508",
         saw=f"{error.saw} It was failed save number {num_failed} in a row (checkpoint.max_failed).",
         rule=error.rule,
         fix=error.fix,
+        on_every_rank=True,
     )
-    found.on_every_rank = True
-    return found

@@ -134,12 +134,11 @@ def _describe_value(value: Any) -> str:
 
 def state_differs_error(differing: str) -> PacelineError:
     """Return PL395, for states of tracked objects that differ between ranks."""
-    error = PacelineError(
+    return PacelineError(
         "PL395",
         saw=f"ranks have different states of tracked objects: {differing}.",
         rule="A checkpoint has one state of each object, which a resumed start gives to all ranks.",
         fix="Make the value the same on every rank before the save (dist.all_reduce, "
         "dist.all_gather_object), or leave it out of state_dict().",
+        on_every_rank=True,
     )
-    error.on_every_rank = True
-    return error

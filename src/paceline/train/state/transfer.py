@@ -17,6 +17,7 @@ from paceline.checkpoint.content import Stored, StoredTensor
 from paceline.checkpoint.load import unreadable_error
 from paceline.checkpoint.manifest import FILE_NAME
 from paceline.checkpoint.part import Part
+from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
 from paceline.train.pieces import OwnPart
@@ -54,10 +55,7 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
 
 def gather(world: World, value: T) -> list[T]:
     """Return every rank's value on every rank, by rank; collective. Values are pickled."""
-    found = [value] * world.world_size
-    if world.world_size > 1:
-        dist.all_gather_object(found, value)
-    return found
+    return gather_objects(value) if world.world_size > 1 else [value]
 
 
 def raise_any(errors: Iterable[PacelineError | None]) -> None:
