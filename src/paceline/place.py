@@ -139,9 +139,7 @@ def check_interfaces(environ: Mapping[str, str]) -> None:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def find_first_host(hosts: str) -> str:

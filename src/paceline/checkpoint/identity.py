@@ -106,7 +106,7 @@ def _platform() -> str:
 def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
+    except OSError:
         lines = []
     for line in lines:
         if line.startswith("model name"):

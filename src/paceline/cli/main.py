@@ -155,9 +155,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _check_place() -> None:
-    """Raise PL385 on Linux without /proc, and PL604 if the working folder is gone: every relative path would
+    """Raise PL385 without /proc, and PL604 if the working folder is gone: every relative path would
     lead nowhere."""
-    if sys.platform == "linux" and not os.path.isdir("/proc/self"):
+    if not os.path.isdir("/proc/self"):
         raise PacelineError(
             "PL385",
             saw="/proc/self is missing.",

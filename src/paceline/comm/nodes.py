@@ -20,7 +20,7 @@ def find_nodes() -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def read_boot() -> str:
-    """Return what distinguishes this start of this machine; empty except on Linux."""
+    """Return what distinguishes this start of this machine; empty where the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -28,7 +28,7 @@ def read_boot() -> str:
 
 
 def _identify_node() -> tuple[str, str, int]:
-    """Return host name, boot and network namespace; the last two are constants except on Linux."""
+    """Return host name, boot and network namespace."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:

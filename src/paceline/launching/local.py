@@ -194,19 +194,17 @@ def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
     try:
         payload = pickle.dumps((fn, args))
         trouble = "it is defined in a notebook, in a shell or on standard input"
-        if sys.platform == "linux" and (b"__main__" not in payload or _main_is_importable()):
+        if b"__main__" not in payload or _main_is_importable():
             return RankCall(payload, prepare_main(needs_main=b"__main__" in payload))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         trouble = str(error)
     import torch
 
     name = getattr(fn, "__qualname__", repr(fn))
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if uses_cuda or not hasattr(os, "fork"):
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise PacelineError(
             "PL324",
-            saw=f"{name} cannot be sent to another process ({trouble}), and "
-            + ("this process uses CUDA already." if uses_cuda else "this system has no fork."),
+            saw=f"{name} cannot be sent to another process ({trouble}), and this process uses CUDA already.",
             rule="Ranks get such a function by a fork of this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
         )

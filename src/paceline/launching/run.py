@@ -249,8 +249,6 @@ def _why_cold(flags: argparse.Namespace, script: Script | None, cold: bool) -> s
         return f"PYTHON_EXEC names another Python, {os.environ['PYTHON_EXEC']}"
     if flags.numa_binding:
         return "--numa-binding starts each rank with numactl"
-    if sys.platform != "linux":
-        return f"forking is not safe on {sys.platform}"
     late = find_settings(script)
     if late:
         return f"the script sets {', '.join(late)}, which torch reads when it is imported"

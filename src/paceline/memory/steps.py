@@ -17,8 +17,8 @@ from paceline.memory.account import Steps
 from paceline.memory.limits import read_anonymous, read_resident
 from paceline.torch_seams.watching import hide_from_compiler
 
-# Unix counts the peak in kilobytes, macOS in bytes.
-_UNIT = 1 if sys.platform == "darwin" else 1024
+# The kernel counts the peak in kilobytes.
+_UNIT = 1024
 _MANY_FRAMES = 16
 
 

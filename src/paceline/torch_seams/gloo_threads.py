@@ -36,8 +36,6 @@ def schedule_loops_as_batch() -> int:
     the same loops. A process alone connects to nobody, so its loop may not be found; it has nothing to send.
     Older versions of torch give the loop no name, so it is not found there (2.11 does not, 2.13 does).
     """
-    if not hasattr(os, "sched_setscheduler"):
-        return 0
     found = 0
     for task in _list_threads(_LOOP_NAME):
         with suppress(OSError):  # it has just ended, or a container forbids the call
@@ -50,8 +48,7 @@ def await_gloo_threads(most_s: float = _MOST_S) -> bool:
     """Return once no thread of gloo runs or waits for Python's lock; whether that is so.
 
     A thread that waits for the lock wakes once per switch interval to ask for it. So a thread that sleeps and
-    has not woken for longer than that waits for a collective. On systems without Linux's /proc, this only
-    sleeps for a moment without the lock.
+    has not woken for longer than that waits for a collective.
 
     Args:
         most_s: the longest time to wait, in seconds.
@@ -81,7 +78,7 @@ def _look_at_threads() -> dict[str, _Look]:
 
 
 def _list_threads(name: str) -> list[Path]:
-    """Return the folders in /proc of this process's threads of a name; none except on Linux."""
+    """Return the folders in /proc of this process's threads of a name."""
     found = []
     with suppress(OSError):
         for task in _TASKS.iterdir():

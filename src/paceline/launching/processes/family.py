@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -117,5 +116,4 @@ def _clears_up(process: psutil.Process) -> bool:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

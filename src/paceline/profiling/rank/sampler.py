@@ -53,7 +53,7 @@ class LineSampler:
 
     Attributes:
         samples: the instant in nanoseconds since 1970 and the number of the place of each sample.
-        scheduling: instants, and for how long the thread had then run and waited for a core; only on Linux.
+        scheduling: instants, and for how long the thread had then run and waited for a core.
         collections: begin, end and number of the place of each garbage collection; known after `end`.
     """
 
