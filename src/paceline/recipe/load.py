@@ -210,12 +210,7 @@ def _override(table: dict[str, Any], setting: str) -> None:
     for depth, name in enumerate(names[:-1]):
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise PacelineError(
-                "PL123",
-                saw=f"--set {setting[:100]!r}, but {'.'.join(names[: depth + 1])} is not a table.",
-                rule="A setting is section.key=value.",
-                fix="Write for example --set train.steps=100.",
-            )
+            raise _setting_error(setting, f", but {'.'.join(names[: depth + 1])} is not a table")
     table[names[-1]] = value
 
 
@@ -224,15 +219,19 @@ def _parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
     key, sign, value = setting.partition("=")
     names = tuple(name.strip() for name in key.split("."))
     if not sign or not all(names) or len(names) > _MOST_LEVELS:
-        raise PacelineError(
-            "PL123",
-            saw=f"--set {setting[:100]!r}.",
-            rule="A setting is section.key=value.",
-            fix="Write for example --set train.steps=100.",
-        )
+        raise _setting_error(setting)
     parsed = _parse_value(".".join(names), value.strip())
     _check_values({key: parsed}, "--set")
     return names, parsed
+
+
+def _setting_error(setting: str, but: str = "") -> PacelineError:
+    return PacelineError(
+        "PL123",
+        saw=f"--set {setting[:100]!r}{but}.",
+        rule="A setting is section.key=value.",
+        fix="Write for example --set train.steps=100.",
+    )
 
 
 def _parse_value(key: str, text: str) -> Any:

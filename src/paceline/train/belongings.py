@@ -39,12 +39,17 @@ def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EV
     try:
         _check(folder, written)
     except OSError as error:
-        raise PacelineError(
-            "PL532",
-            saw=f"{error.filename or folder} cannot be read: {error.strerror}.",
-            rule="A run's folder holds its checkpoints and metrics.",
-            fix="Choose another folder with --out, or change its permissions.",
-        ) from None
+        raise folder_error(f"{error.filename or folder} cannot be read: {error.strerror}.") from None
+
+
+def folder_error(saw: str) -> PacelineError:
+    """Return PL532, for a folder that no run can use."""
+    return PacelineError(
+        "PL532",
+        saw=saw,
+        rule="A run's folder holds its checkpoints and metrics.",
+        fix="Choose another folder with --out, or change its permissions.",
+    )
 
 
 def _check(folder: Path, written: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.phrases import name_some
-from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
+from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings, folder_error
 from paceline.train.state.transfer import gather, run_on_main
 from paceline.world import World
 
@@ -56,12 +56,7 @@ def find_view(world: World, folder: Path) -> FolderView:
                 path.unlink(missing_ok=True)
             (folder / name).touch()
         except OSError as error:
-            raise PacelineError(
-                "PL532",
-                saw=f"{folder} cannot be written to: {error.strerror}.",
-                rule="A run's folder holds its checkpoints and metrics.",
-                fix="Choose another folder, or change its permissions.",
-            ) from None
+            raise folder_error(f"{folder} cannot be written to: {error.strerror}.") from None
         return name
 
     shown = folder / run_on_main(world, show)

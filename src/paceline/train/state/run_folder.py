@@ -18,7 +18,7 @@ from typing import TextIO
 
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe, check_accepted, check_resumable, dump_recipe, load_recipe
-from paceline.train.belongings import LOCK, RECIPE, check_belongings
+from paceline.train.belongings import LOCK, RECIPE, check_belongings, folder_error
 from paceline.train.state.owner import Owner, describe_owner, read_owner
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,7 @@ def claim_run_folder(
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.fdopen(os.open(folder / LOCK, flags, 0o644), "a", encoding="utf-8")
     except OSError as error:
-        raise PacelineError(
-            "PL532",
-            saw=f"{folder} cannot be written to: {error.strerror}.",
-            rule="A run's folder holds its checkpoints and metrics.",
-            fix="Choose another folder with --out, or change its permissions.",
-        ) from None
+        raise folder_error(f"{folder} cannot be written to: {error.strerror}.") from None
     try:
         _take_lock(lock, folder)
         _held.add(lock)
@@ -97,12 +92,7 @@ def check_run_folder(folder: Path, recipe: Recipe, accept: Sequence[str] = ()) -
     is_utf8 = os.fsencode(folder.absolute()).decode(errors="replace") == str(folder.absolute())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not is_utf8:
         reason = f"because of {nearest}" if is_utf8 else "because safetensors takes names in UTF-8 alone"
-        raise PacelineError(
-            "PL532",
-            saw=f"{folder} cannot be made or written to, {reason}.",
-            rule="A run's folder holds its checkpoints and metrics.",
-            fix="Choose another folder with --out, or change its permissions.",
-        )
+        raise folder_error(f"{folder} cannot be made or written to, {reason}.")
 
 
 def _take_lock(lock: TextIO, folder: Path) -> None:
