@@ -12,22 +12,27 @@ from torch import Tensor
 _BUCKET_BYTES = 32 << 20
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's first rank; collective.
+def broadcast_tensors(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, source: int = 0
+) -> None:
+    """Overwrite tensors with those of one rank of the group; collective.
 
     Tensors of one dtype and device travel together, up to 32 MiB at a time. A larger tensor travels alone.
 
     Args:
         tensors: of the same shapes, dtypes and order on every rank.
         group: the ranks; all of them by default.
+        source: the rank in the group.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
     for bucket in _fill_buckets(tensor.detach() for tensor in tensors):
         is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) if is_copied else bucket[0].view(-1)
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)  # bytes, which every library sends
-        if is_copied and group.rank() > 0:
+        dist.broadcast(
+            flat.view(torch.uint8), group=group, group_src=source
+        )  # bytes, which every library sends
+        if is_copied and group.rank() != source:
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from paceline.comm.buckets import broadcast_tensors
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.construct.hand_out import Construction
 from paceline.parallel.split import Split
@@ -176,14 +177,11 @@ class Placement:
         axis, holder = self._axis("pp"), self.holders[name][0]
         if axis.rank == holder:
             whole = self._join_parts(name, tensor)
-            # As bytes, which every library sends.
-            sent = whole.detach().contiguous()
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
-            return whole
-        shape = self.whole_shape(name, tensor)
-        found = torch.empty(shape, dtype=tensor.dtype, device=self._device)
-        dist.broadcast(found.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
-        return found
+        else:
+            shape = self.whole_shape(name, tensor)
+            whole = torch.empty(shape, dtype=tensor.dtype, device=self._device)
+        broadcast_tensors([whole], axis.group, holder)
+        return whole
 
     @property
     def _device(self) -> torch.device:

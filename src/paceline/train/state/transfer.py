@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.content import Stored, StoredTensor
 from paceline.checkpoint.load import unreadable_error
 from paceline.checkpoint.manifest import FILE_NAME
 from paceline.checkpoint.part import Part
+from paceline.comm.buckets import broadcast_tensors
 from paceline.comm.one_tensor import gather_objects
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
@@ -208,15 +208,8 @@ class _Mail:
         is_main = self._world.is_main
         tensors = [self._own.take() if is_main else torch.empty(h.shape, dtype=h.dtype) for h in holes]
         self._arrived.extend(tensors)
-        # As bytes: gloo does not support every dtype, and only the bits matter here.
-        rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-        if not rows or self._world.world_size == 1:
-            return
-        message = rows[0] if len(rows) == 1 else torch.cat(rows)
-        dist.broadcast(message, src=0)
-        if len(rows) > 1 and not is_main:
-            for row, part in zip(rows, torch.split(message, [len(row) for row in rows]), strict=True):
-                row.copy_(part)
+        if self._world.world_size > 1:
+            broadcast_tensors(tensors)
 
 
 class _SentSeparately:
