@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.world import World
+from tests.dist.pool import Pool
 
 
 def test_token_means_are_those_of_one_big_batch() -> None:
@@ -120,29 +121,43 @@ def test_ppo_trains_as_in_plain_torch() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_reaches_the_users_forward_in_few_calls() -> None:
-    found: list[int] = []
+class Counts(nn.Module):
+    """Two layers, and how many frames of the package lead to its forward."""
 
-    class Net(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            names = [frame.filename for frame in traceback.extract_stack()]
-            found.append(
-                sum("/src/paceline/train/" in name or "/paceline/parallel/" in name for name in names)
-            )
-            return super().forward(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.found: list[int] = []
 
-    with paceline.start():
-        trainer = paceline.Trainer(
-            Net(6, 2),
-            forward=lambda model, batch: model(batch[0]),
-            loss=lambda output, batch: output.square().mean(),
-            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
-            microbatch_size=2,
-        )
-        for batch in trainer.loader(TensorDataset(torch.randn(8, 6)), global_batch_size=8, epochs=2):
-            found.clear()
-            trainer.step(batch)
-    assert max(found) <= 8
+    def forward(self, x: Tensor) -> Tensor:
+        names = [frame.filename for frame in traceback.extract_stack()]
+        self.found.append(sum("/src/paceline/" in name for name in names))
+        output: Tensor = self.last(self.first(x).relu())
+        return output
+
+
+def count_frames(world: Any, layout: str) -> int:
+    trainer = paceline.Trainer(
+        Counts(),
+        forward=lambda model, batch: model(batch[0]),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        microbatch_size=2,
+        layout=layout,
+        example=(torch.ones(2, 6),),
+    )
+    around = sum("/src/paceline/" in frame.filename for frame in traceback.extract_stack())
+    for batch in trainer.loader(TensorDataset(torch.randn(8, 6)), global_batch_size=8, epochs=2):
+        trainer.model.found.clear()
+        trainer.step(batch)
+    return max(trainer.model.found) - around
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"), [("", 5), ("dp_replicate=2", 5), ("dp_shard=2", 7), ("tp=2", 7), ("pp=2", 9)]
+)
+def test_a_step_reaches_the_users_forward_in_few_calls(ranks: Pool, layout: str, most: int) -> None:
+    assert max(ranks.run(count_frames, 2 if layout else 1, (layout,))) <= most
 
 
 def test_a_signal_in_a_microbatch_ends_the_loop_after_the_step(tmp_path: Path) -> None:

@@ -262,14 +262,16 @@ class _Recorder(Walker):
         self._record.functions[call] = self._describe(name, output, inputs, self.segment)
         return output
 
-    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_module(self, name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         inputs = list_tensors((args, kwargs))
         self._keep += inputs
-        path, begin = self.path, self.segment
-        output = call(*args, **kwargs)
-        self._keep += list_tensors(output)
-        self._outputs[path] = {id(tensor) for tensor in list_tensors(output)}
-        self._record.modules[path] = replace(self._describe("", output, inputs, self.segment), begin=begin)
+        with self.calling_module(name):
+            path, begin = self.path, self.segment
+            output = call(*args, **kwargs)
+            self._keep += list_tensors(output)
+            self._outputs[path] = {id(tensor) for tensor in list_tensors(output)}
+            found = self._describe("", output, inputs, self.segment)
+            self._record.modules[path] = replace(found, begin=begin)
         leaves, _ = tree_flatten(output)
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             self._record.opened.add(path)  # it returns an object that may hold anything

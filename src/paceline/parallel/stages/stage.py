@@ -91,25 +91,24 @@ class StageRun(Walker):
         if self.segment >= self._end and not self._is_last:
             raise _Left  # before the hooks of recompute, which would wait for the end of the block
 
-    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        path = self.path
-        result = self._record.modules.get(path)
-        if result is None:
-            raise _path_error(f"{name or 'the model'} is called where the trial forward did not call it")
-        if self.segment != result.begin:
-            raise _path_error(
-                f"{name or 'the model'} is called after {self.segment} blocks, not {result.begin}"
-            )
-        is_open = path in self._record.opened
-        if (
-            self.segment < self._first
-            and result.end < self._first
-            and not is_open
-            and self._is_learned(result)
-        ):
-            self.segment = result.end
-            return self._answer(result, list_tensors((args, kwargs)))
-        if name in self._blocks and not is_open and self.segment >= self._first:
+    def run_module(self, name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return call(*args, **kwargs)
+        with self.calling_module(name):
+            path = self.path
+            result = self._record.modules.get(path)
+            if result is None:
+                raise _path_error(f"{name or 'the model'} is called where the trial forward did not call it")
+            if self.segment != result.begin:
+                raise _path_error(
+                    f"{name or 'the model'} is called after {self.segment} blocks, not {result.begin}"
+                )
+            is_open = path in self._record.opened
+            if result.end < self._first and not is_open and self._is_learned(result):
+                self.segment = result.end
+                return self._answer(result, list_tensors((args, kwargs)))
+            if name not in self._blocks or is_open or self.segment < self._first:
+                return call(*args, **kwargs)
             calls_others = result.end > self.segment
             with (
                 nullcontext() if calls_others else self.inside(),
@@ -118,7 +117,6 @@ class StageRun(Walker):
                 output = call(*args, **kwargs)
             self._take_all(result, output)
             return output
-        return call(*args, **kwargs)
 
     def run_block(self, block: CompiledBlock, args: Any, kwargs: Any) -> Any:
         self.enter_block(block.name)

@@ -173,7 +173,7 @@ class Stages:
                     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Start the forwards of a step or an evaluation; precedes `find_cut` and `run`."""
+        """Start the forwards of a step or an evaluation; precedes `find_cut` and `build_run`."""
         # Once for all of them: listing is a walk through the whole model.
         self._modules = list(self._model.named_modules())
 
@@ -208,13 +208,10 @@ class Stages:
         self._records.move_to_end(key)
         return found
 
-    def run(
-        self, cut: StageCut, stage: int, received: dict[Made, Tensor], run: Callable[[], Any]
-    ) -> tuple[dict[Made, Tensor], Any]:
-        """Run one stage; see `StageRun`."""
+    def build_run(self, cut: StageCut, stage: int, received: dict[Made, Tensor]) -> StageRun:
+        """Return what runs one stage, at once."""
         self.divide_rows(cut)
-        stage_run = StageRun(self._modules, self._blocks, cut, stage, received, self._device, self._has_modes)
-        return stage_run.compute(run)
+        return StageRun(self._modules, self._blocks, cut, stage, received, self._device, self._has_modes)
 
     def compile(self) -> None:
         """Compile each block of this rank's stages."""

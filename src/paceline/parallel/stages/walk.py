@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -103,9 +104,9 @@ class Walker(TorchFunctionMode):
         finally:
             self._is_hidden = before
 
-    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module's forward."""
-        return call(*args, **kwargs)
+    def run_module(self, name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a module's forward, in `calling_module` unless in `inside`; called in its place."""
+        raise NotImplementedError
 
     def run_block(self, block: CompiledBlock, args: Any, kwargs: Any) -> Any:
         """Run a block that has compiled code, uncompiled."""
@@ -133,7 +134,8 @@ class Walker(TorchFunctionMode):
             if name in self._blocks and not isinstance(read_compiled_call(module), CompiledBlock):
                 handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
             self._followed.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = self._wrap(name, module.forward)  # __setattr__ takes much longer
+            # __setattr__ takes much longer.
+            vars(module)["forward"] = partial(self.run_module, name, module.forward)
         before, Walker.current = Walker.current, self
         try:
             with self:
@@ -147,13 +149,28 @@ class Walker(TorchFunctionMode):
             self._followed.clear()
 
     @contextmanager
-    def calling(self, name: str) -> Iterator[str]:
-        """Enter a call of a module for the context's duration, and yield the call's path."""
-        self._enter_call(name)
+    def calling_module(self, name: str) -> Iterator[None]:
+        """Enter a module's call inside the context, and a block that is called without its hooks."""
+        if name in self._blocks and self._begun != name:
+            self.enter_block(name)
+        self._begun = ""
+        with self.calling(name):
+            yield
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Name a module's call inside the context."""
+        number = self._calls[-1][name]
+        self._calls[-1][name] += 1
+        self._stack.append(f"{name}~{number}")
+        self._numbers.append(Counter())
+        self._calls.append(Counter())
         try:
-            yield self.path
+            yield
         finally:
-            self._leave_call()
+            self._stack.pop()
+            self._numbers.pop()
+            self._calls.pop()
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -175,33 +192,6 @@ class Walker(TorchFunctionMode):
             self.enter_block(name)
 
         return begin
-
-    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return call(*args, **kwargs)
-            if name in self._blocks and self._begun != name:
-                self.enter_block(name)  # called without its hooks
-            self._begun = ""
-            self._enter_call(name)
-            try:
-                return self.run_module(name, call, args, kwargs)
-            finally:
-                self._leave_call()
-
-        return forward
-
-    def _enter_call(self, name: str) -> None:
-        number = self._calls[-1][name]
-        self._calls[-1][name] += 1
-        self._stack.append(f"{name}~{number}")
-        self._numbers.append(Counter())
-        self._calls.append(Counter())
-
-    def _leave_call(self) -> None:
-        self._stack.pop()
-        self._numbers.pop()
-        self._calls.pop()
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:

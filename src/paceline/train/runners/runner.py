@@ -9,9 +9,9 @@ which order, and in which of them ranks communicate. Per update:
 
 `run_forward` and `evaluate` compute forwards only. `silenced` switches communication off, for measuring.
 
-Each kind of runner implements `rounds`, a generator of the microbatches in the order in which ranks run
-them. Around each of them it does what comes before and after, so its caller only computes: `run` calls
-`forward` and `backward` for each. The stages of a pipeline have no such rounds (`staged.py`).
+`rounds` is a generator of the microbatches in the order in which ranks run them. Around each of them it does
+what comes before and after, so its caller only computes: `run` calls `forward` and `backward` for each. The
+stages of a pipeline have no such rounds and no backward of the user's own (`staged.py`).
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Runner(ABC):
 
     # What a layout decides
 
-    @abstractmethod
     def _rounds(self, work: Work) -> Generator[Round, None, None]:
         """Yield the microbatches as `rounds` does."""
+        raise NotImplementedError
 
     @abstractmethod
     def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
@@ -382,22 +382,22 @@ class Runner(ABC):
         each.loss_sum = total.detach() + (0.0 if each.loss_sum is None else each.loss_sum)
         self.backward(work, each, total, retain_graph=retain_graph)
 
-    @abstractmethod
     def _has_computed(self, each: Round) -> bool:
         """Return whether a backward of the user's own code has run in this microbatch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _begin_own(self, each: Round) -> None:
         """Prepare for a forward and backward that the user's own code runs."""
+        raise NotImplementedError
 
     def _before_own_backward(self, each: Round, loss: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Return the loss to run such a backward of; called for layouts that divide parameters."""
         each.num_backwards += 1
         return loss
 
-    @abstractmethod
     def _end_own(self, each: Round) -> None:
         """Scale the gradients of such backwards, as `backward` scales its loss."""
+        raise NotImplementedError
 
     def _report(self, work: Work, each: Round) -> None:
         """Fill a microbatch's slot of the agreement; called before the agreement starts."""

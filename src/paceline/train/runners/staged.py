@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,10 +152,12 @@ class StagedRunner(StagedForwards):
 
     # A step
 
-    def _rounds(self, work: Work) -> Generator[Round, None, None]:
-        """Run the schedule's actions, then sum the gradients over the data ranks; no whole round is left."""
-        share = work.share
+    def run(self, work: Work) -> float:
+        """Run the schedule's actions, then sum the gradients over the data ranks."""
+        assert work.objective is not None
+        work, share = replace(work, objective=self._reads.watch(work.objective)), work.share
         self._num_started = 0
+        self._statistics.begin(share.num_owned)
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)
         if self._experts is not None:
@@ -173,8 +174,8 @@ class StagedRunner(StagedForwards):
         if self._experts is not None:
             self._experts.end()
         self._spread_shared()
-        self.waited_s = waited_s + time.perf_counter() - started_s
-        yield from ()
+        self._warn_unsafe_draws()
+        return waited_s + time.perf_counter() - started_s
 
     def _join(self, action: Action, following: Action | None) -> None:
         """Take part in the collectives of an action of other data ranks."""
@@ -231,7 +232,14 @@ class StagedRunner(StagedForwards):
                         counter = stack.enter_context(FlopCounter())
                     if self._shards is not None:
                         self._shards.gather(action.stage, next_stage)
-                    given = self._run_action(state, action, needs)
+                    if action.kind is ActionKind.FORWARD:
+                        given = self._run_forward(state, action, needs)
+                    elif action.kind is ActionKind.WEIGHT:
+                        self._compute_weights(state, action)
+                        given = {}
+                    else:
+                        given = self._run_backward(state, action, needs)
+                    state.weights = None
                     if self._shards is not None:
                         self._shards.free(action.stage, next_stage)
                     for message, tensors in given.items():
@@ -247,34 +255,17 @@ class StagedRunner(StagedForwards):
         self._cuts = []
         return waited_s + time.perf_counter() - started_s
 
-    def _run_action(
-        self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
-    ) -> dict[Message, list[Tensor]]:
-        """Run one action, and return its results for other stages."""
-        place = action.stage, action.microbatch
-        if action.kind is ActionKind.FORWARD:
-            if place in state.divided:
-                readers = self._cuts[action.microbatch].record.readers
-                state.weights = WeightGradients(readers, self._excluded)
-            given, state.kept[place] = self._run_forward(state, action, needs)
-        elif action.kind is ActionKind.WEIGHT:
-            given = {}
-            self._compute_weights(state, action)
-        else:
-            state.weights = state.kept[place].weights  # a block that is computed again keeps back the same
-            given = self._run_backward(state, action, state.kept.pop(place), needs)
-        state.weights = None
-        return given
-
     def _run_forward(
         self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
-    ) -> tuple[dict[Message, list[Tensor]], _Kept]:
-        """Run one stage's forward; return what it gives to others, and what its backward needs."""
+    ) -> dict[Message, list[Tensor]]:
+        """Run one stage's forward, and keep what its backward needs; return what it gives to others."""
         stage, number = action.stage, action.microbatch
         work, batch = state.work, state.batches[number]
         if self._experts is not None:
             self._experts.start_round(number)
         cut, index = self._cuts[number], work.share.microbatches[number][0]
+        if (stage, number) in state.divided:
+            state.weights = WeightGradients(cut.record.readers, self._excluded)
         crossing = cut.crossings[stage]
         received, gradients = receive(crossing, *needs.values())
         loss: Tensor | None = None
@@ -282,7 +273,8 @@ class StagedRunner(StagedForwards):
         self._start(work, index, batch)
         with self._drawing(work, work.share.samples[number]):
             with self._precision.autocast():
-                made, output = self._stages.run(cut, stage, received, partial(work.objective.forward, batch))
+                run = partial(work.objective.forward, batch)
+                made, output = self._stages.build_run(cut, stage, received).compute(run)
             if stage + 1 == self._stages.num_stages:
                 done: Loss = replace(work.objective, forward=lambda _: output)
                 each = Round(index, batch, is_last=False)
@@ -301,7 +293,8 @@ class StagedRunner(StagedForwards):
         outputs = [made[tensor.made] for tensor in following]
         roots = [tensor for tensor, each in zip(outputs, following, strict=True) if each.needs_grad]
         results = list_results(action, self._stages.num_stages, self._shared)
-        return dict.fromkeys(results, outputs), _Kept(gradients, roots, loss, state.weights)
+        state.kept[stage, number] = _Kept(gradients, roots, loss, state.weights)
+        return dict.fromkeys(results, outputs)
 
     def _report_stage_statistics(self, work: Work, index: int) -> None:
         """Add the statistics of the layers that this stage has run to a microbatch; the others are zeros."""
@@ -310,10 +303,12 @@ class StagedRunner(StagedForwards):
             work.launch.agreement.add_statistics(index, self._statistics.read_microbatch())
 
     def _run_backward(
-        self, state: _Progress, action: Action, kept: _Kept, needs: dict[Message, list[Tensor]]
+        self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
     ) -> dict[Message, list[Tensor]]:
         """Run one stage's backward, and set its gradients aside; return what it gives to others."""
         stage, number, work = action.stage, action.microbatch, state.work
+        kept = state.kept.pop((stage, number))
+        state.weights = kept.weights  # a block that is computed again keeps back the same
         roots, gradients = list(kept.made), []
         for message, tensors in needs.items():
             gradients += tensors
@@ -407,15 +402,6 @@ class StagedRunner(StagedForwards):
         self.flops_per_sample = (
             total.item() * num_parts / math.ceil(share.num_samples / share.num_microbatches)
         )
-
-    def _has_computed(self, each: Round) -> bool:
-        raise AssertionError("a pipeline runs no backward of the user's own")
-
-    def _begin_own(self, each: Round) -> None:
-        raise AssertionError("a pipeline runs no backward of the user's own")
-
-    def _end_own(self, each: Round) -> None:
-        raise AssertionError("a pipeline runs no backward of the user's own")
 
     def _propagate(self, work: Work, each: Round, scaled: Tensor, *, retain_graph: bool) -> float:
         scaled.backward()  # type: ignore[no-untyped-call]

@@ -106,7 +106,8 @@ class StagedForwards(Runner):
                 received, _ = receive(cut.crossings[stage], *needs)
                 seed_generators(seed_of(indices[number]), self._precision.device)
                 with around(indices[number], batch), self._precision.autocast():
-                    made, output = self._stages.run(cut, stage, received, partial(objective.forward, batch))
+                    run = partial(objective.forward, batch)
+                    made, output = self._stages.build_run(cut, stage, received).compute(run)
                     if stage + 1 == schedule.num_stages:
                         results.append(objective.loss(output, batch))
                 for message in list_results(action, schedule.num_stages, {}):
