@@ -45,7 +45,10 @@ from paceline.parallel.sums.gradients import (
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A bucket that is not yet summed: its parameters, views of their gradients, and the earlier ones."""
+    """A bucket that is not yet summed: its parameters, views of their gradients, and the earlier ones.
+
+    Where there are no earlier ones, one view has the gradients of all parameters.
+    """
 
     parameters: list[Tensor]
     views: list[Tensor]
@@ -142,7 +145,6 @@ class BucketSums:
             # DDP's first pass over the graph, or a global batch without samples: zeros everywhere.
             return complete_future(buffer)
         parameters = bucket.parameters()
-        views = view_bucket(buffer, parameters)
 
         def pack(gradients: Gradients) -> list[Tensor]:
             if gradients[0] is views[0]:
@@ -150,6 +152,9 @@ class BucketSums:
             return [torch.cat([flatten(g, p) for g, p in zip(gradients, parameters, strict=True)])]
 
         part = self._sum.pick([self._places[id(parameter)] for parameter in parameters], pack)
+        # Nothing is added to the gradients of a single microbatch before they travel.
+        is_single = self.ranks.slots is None and not any(part.list_values())
+        views: list[Tensor] = [buffer] if is_single else view_bucket(buffer, parameters)
         one = _Bucket(parameters, views, part)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
