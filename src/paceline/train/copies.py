@@ -44,9 +44,10 @@ from paceline.train.same_settings import is_comparing
 _WHOLE, _CUT, _EXPERTS, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 4
-# 64-bit numbers of a tensor on a device that are read at once, those that share a factor, and those below
-# which tensors on the CPU are read together.
-_PART, _ROW, _SMALL = 1 << 19, 512, 1 << 14
+# 64-bit numbers of a tensor on a device that are read at once, and those that share a factor.
+_PART, _ROW = 1 << 19, 512
+# Smaller tensors on the CPU are read together.
+_SMALL_BYTES = 1 << 17
 _MASK = (1 << 64) - 1
 
 
@@ -100,7 +101,8 @@ class Copies:
     ) -> None:
         self._name = name
         self._optimizer = optimizer
-        self._words: dict[str, Tensor] = {}
+        # By name, a tensor's place in memory and its bytes there.
+        self._bytes: dict[str, tuple[int, Tensor]] = {}
         # Under pp, those of this rank's stages. Weights on several stages are not compared between them.
         self._parameters = [(n, p) for n, p in model.named_parameters() if placement.holds(n)]
         kinds = {"tp": _CUT, "ep": _EXPERTS}
@@ -137,17 +139,17 @@ class Copies:
         num_turns = -(-len(self._parameters) // _MAX_ON_DEVICE)
 
         def read(kind: int, name: str, tensor: Tensor) -> None:
-            words = self._view_words(name, tensor)
-            if tensor.device.type == "cpu" and len(words) < _SMALL:
-                small[kind].append(words)
-            elif tensor.device.type == "cpu":
-                parts[kind].append(int(_digest(words)))
-            else:
-                pieces = torch.split(words, _PART)
+            found = self._view_bytes(name, local(tensor))
+            if not found.is_cpu:
+                pieces = torch.split(_as_words(found), _PART)
                 on_device[kind].append(pieces[step // num_turns % len(pieces)])
+            elif found.numel() < _SMALL_BYTES:
+                small[kind].append(found)
+            else:
+                parts[kind].append(int(_digest(_as_words(found))))
 
         for number, (name, parameter) in enumerate(self._parameters):
-            is_on_device = parameter.device.type != "cpu"
+            is_on_device = not parameter.is_cpu
             if is_on_device and (number - step) % num_turns:
                 continue
             read(self._kinds[name], name, parameter)
@@ -157,7 +159,7 @@ class Copies:
         for name, buffer in self._statistics:
             read(_WHOLE, name, buffer)
         for part, own in zip(parts, small, strict=True):
-            part.append(int(_digest(torch.cat(own))) if own else 0)
+            part.append(int(_digest(_as_words(torch.cat(own)))) if own else 0)
         digests = [hash(tuple(part)) & _MASK for part in parts]
         device = next((tensors[0].device for tensors in on_device if tensors), None)
         if device is None:
@@ -243,13 +245,13 @@ class Copies:
             return []
         return [(f"{name}/{key}", value) for key, value in state.items() if isinstance(value, Tensor)]
 
-    def _view_words(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor's bits as `_read_words`; on the CPU the earlier view if it is still there."""
-        part, held = local(tensor), self._words.get(name)
-        if held is None or held.data_ptr() != part.data_ptr():
-            held = _read_words(part)
-            if part.device.type == "cpu" and held.data_ptr() == part.data_ptr():
-                self._words[name] = held
+    def _view_bytes(self, name: str, part: Tensor) -> Tensor:
+        """Return `_read_bytes` of a tensor; on the CPU the earlier view if the tensor is still there."""
+        place, held = self._bytes.get(name, (None, part))
+        if place is None or place != part.data_ptr():
+            held = _read_bytes(part)
+            if part.is_cpu and held.data_ptr() == part.data_ptr():
+                self._bytes[name] = part.data_ptr(), held
         return held
 
 
@@ -260,7 +262,14 @@ def digest_tensor(tensor: Tensor) -> int:
 
 def _read_words(tensor: Tensor) -> Tensor:
     """Return the bits of this rank's part of a tensor as 64-bit numbers; zeros fill up the last one."""
-    part = local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return _as_words(_read_bytes(local(tensor)))
+
+
+def _read_bytes(part: Tensor) -> Tensor:
+    return part.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _as_words(part: Tensor) -> Tensor:
     left = -part.numel() % 8
     if left or part.storage_offset() % 8:
         part = functional.pad(part, (0, left)) if left else part.clone()
@@ -273,9 +282,8 @@ def _digest(words: Tensor) -> Tensor:
     if not num_rows:
         return words.sum()
     rows = words[: num_rows * _ROW].view(num_rows, _ROW).sum(1)
-    return (rows * (2 * torch.arange(num_rows, device=words.device) + 1)).sum() + words[
-        num_rows * _ROW :
-    ].sum()
+    factors = torch.arange(1, 2 * num_rows, 2, device=words.device)
+    return (rows * factors).sum() + words[num_rows * _ROW :].sum()
 
 
 def _signed(number: int) -> int:
