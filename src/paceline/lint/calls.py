@@ -117,14 +117,12 @@ def _shape_of(args: list[Value]) -> tuple[Any, ...] | None:
 
 def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> int:
     generator = kwargs.get("generator")
-    if generator is not None:
-        seeded: int | None = generator.fact("seeded")
-        if seeded is None:
-            return Taint.UNKNOWN
-        return seeded | Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
-    if run.seed is None and not run.num_unread_calls:
+    if generator is None and run.seed is None and not run.num_unread_calls:
         return Taint.LOCAL
-    return Taint.UNKNOWN if run.seed is None or not Taint.RANK & run.seed else Taint.LOCAL
+    seeded: int | None = run.seed if generator is None else generator.fact("seeded")
+    if seeded is None or (generator is None and not Taint.RANK & seeded):
+        return Taint.UNKNOWN
+    return seeded | Taint.LOCAL if seeded & (Taint.RANK | Taint.LOCAL) else seeded
 
 
 def _collective(c: KnownCall) -> Value:

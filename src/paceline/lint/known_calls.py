@@ -76,7 +76,8 @@ def call_new_group(c: KnownCall) -> Value:
 def call_mesh(c: KnownCall) -> Value:
     c.run.emit("coll", c.node, op=c.name, via="group")
     c.run.initialized = True
-    return make(c.run, "mesh", c.node)
+    shape = c.pick(1, "mesh_shape")
+    return make(c.run, "mesh", c.node, axes=len((shape.items if shape is not None else None) or ()))
 
 
 @known("parallel.DistributedDataParallel parallel.DataParallel fsdp.FullyShardedDataParallel")
@@ -103,11 +104,14 @@ def call_wrap(c: KnownCall) -> Value:
     return value
 
 
-@known("fsdp.fully_shard")
+@known("fsdp.fully_shard dtensor.parallelize_module dtensor.distribute_module")
 def call_fully_shard(c: KnownCall) -> Value:
     model = c.pick(0, "module") or unknown()
+    mesh = c.kwargs.get("mesh") or c.pick(1, "device_mesh")
+    of_all = c.name == "fully_shard" if mesh is None else mesh.fact("axes") == 1
     for one in model.alternatives():
-        c.run.set(one.attrs, "#sharded", c.node)
+        c.run.set(one.attrs, "#sharded", c.name)
+        c.run.set(one.attrs, "#group", None if of_all else c.node)
         c.run.emit("shard", c.node, model=one)
     return model
 
@@ -274,7 +278,7 @@ def call_own(c: KnownCall) -> Value:
         value.attrs["is_main"] = constant(c.run.place.rank == 0, Taint.RANK)
     is_sharded = "shard" in str(c.kwargs.get("layout", unknown()).const)
     for one in (c.pick(0, "model") or unknown()).of_kind("model") if c.name == "Loop" and is_sharded else ():
-        c.run.set(one.attrs, "#sharded", c.node)
+        c.run.set(one.attrs, "#sharded", c.name)
     return value
 
 

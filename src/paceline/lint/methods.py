@@ -125,6 +125,8 @@ def call(c: KnownCall) -> Value | None:
         return backward(c)
     if name in _CLEARS:
         return c.tell("clear", constant(None), target=owner)
+    if name == "full_tensor" and any(one.fact("sharded") and not one.fact("group") for one in owner.deps):
+        c.tell("coll", None, op=name, via="state")
     if name == "load_state_dict" and not owner.kind:
         c.tell("load_state", None, model=owner, state=args[0] if args else None)
     method = KNOWN.get((owner.kind, name)) or KNOWN.get((owner.kind, "*"))
@@ -344,7 +346,8 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     ("list dict", "sort reverse", lambda c: c.run.element(c.owner, 0)),
     ("tensor", "contiguous flatten view", lambda c: c.owner),
     ("tensor", "data_ptr", lambda c: unknown()),
-    ("mesh", "get_rank get_coordinate get_local_rank", lambda c: unknown(Taint.RANK)),
+    ("mesh", "get_rank", lambda c: place_value(c.run, "rank")),
+    ("mesh", "get_coordinate get_local_rank", lambda c: unknown(Taint.RANK)),
     ("mesh", "get_group", lambda c: make(c.run, "group", c.node)),
     ("mesh", "size", lambda c: unknown(Taint.NONE)),
     ("mesh", "*", lambda c: Value("mesh")),
@@ -372,7 +375,9 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     (
         "state loaded",
         "*",
-        lambda c: unknown(c.owner.taint) if c.name in ("items", "keys", "values") else copied(c.owner),
+        lambda c: unknown(c.owner.taint, c.owner.deps)
+        if c.name in ("items", "keys", "values")
+        else copied(c.owner),
     ),
 )
 for _kinds, _names, _handler in _SIMPLE:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule, trains
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, is_averaged, name_of, rule, trains
 from paceline.lint.trace import TraceEvent
 from paceline.lint.values import Taint, Value
 
@@ -17,7 +17,7 @@ def _trains_wrapped(witness: WitnessTrace, loader: Value) -> bool:
     """Whether batches of a loader go into the backward of a wrapped model."""
     return any(
         loader in event.data["deps"]
-        and any(dep.kind in ("ddp", "fsdp") and dep.fact("group") is None for dep in event.data["deps"])
+        and any(is_averaged(dep) and dep.fact("group") is None for dep in event.data["deps"])
         for event in witness.events("backward")
     )
 

@@ -98,6 +98,11 @@ def name_of(node: ast.AST | None) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def is_averaged(model: Value) -> bool:
+    """Return whether ranks average gradients of a model, each from batches of its own."""
+    return model.kind in ("ddp", "fsdp") or model.fact("sharded") == "fully_shard"
+
+
 def trains(witness: WitnessTrace) -> set[Value]:
     """Return the loaders, models and wrappers that went into a backward."""
     found: set[Value] = set()

@@ -34,6 +34,16 @@ def saves_wrapped(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
                 break
 
 
+@rule("PL007")
+def saves_one_shard(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+    """Report a state of shards that rank 0 alone saves."""
+    others = {id(event.node) for witness in witnesses[1:] for event in witness.events("save")}
+    for event in witnesses[0].events("save"):
+        states = () if id(event.node) in others else _states(event.value)
+        if any(isinstance(one.ref, Value) and one.ref.fact("sharded") for one in states):
+            yield at(event, "rank 0 saves its own shards, and those of the other ranks are lost.")
+
+
 def _path_key(value: Value | None) -> Any:
     """Return what tells two paths apart, or None if that is not known."""
     if value is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.lint.rules.rule import Spot, WitnessTrace, at, name_of, rule
+from paceline.lint.rules.rule import Spot, WitnessTrace, at, is_averaged, name_of, rule
 from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events
 from paceline.lint.values import Taint, Value
 
@@ -172,7 +172,8 @@ def _summed_by_hand(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, set[Val
         means = {dep for event in found if event.kind == "backward" and event.is_mean for dep in event.deps}
         for step in found if sums else ():
             models = _models(step.target) & means if _changes_weights(step) else set()
-            if models and not any(model.kind != "model" or model.fact("wrapped") for model in models):
+            facts = [fact for one in models for fact in (one.fact("wrapped"), one.fact("sharded"))]
+            if models and not any(facts) and all(model.kind == "model" for model in models):
                 yield from ((event, models) for event in sums if models & event.out.deps)
 
 
@@ -211,7 +212,7 @@ def unlike_starts(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 def backward_of_a_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     """Report the backward of a loss that all_reduce and a division have made a mean."""
     for event in witnesses[0].events("backward"):
-        if event.is_averaged and any(event.quiet):
+        if event.is_averaged and any(map(is_averaged, event.quiet)):
             saw = (
                 "all_reduce has no gradient, so dividing by the number of ranks scales it, and DDP does too."
             )
