@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from paceline.lint.canonical import canonical
@@ -49,8 +48,8 @@ def call_library(call: KnownCall, name: str) -> Value:
     """Return the result of a function of a library."""
     short = canonical(name)
     head, _, last = short.rpartition(".")
-    c = replace(call, name=last, owner=unknown())
-    run, args, kwargs, node, values = c.run, c.args, c.kwargs, c.node, c.values
+    run, args, kwargs, node, values = call.run, call.args, call.kwargs, call.node, call.values
+    c = KnownCall(run, args, kwargs, node, last)
     if head == "dist" and last in COLLECTIVES:
         return _collective(c)
     if head == "dnn":

@@ -7,13 +7,14 @@ import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from paceline.codes import read_pages
 from paceline.lint.evaluation import GaveUp
 from paceline.lint.facts import KnownCall
 from paceline.lint.interpreter import Interpreter
+from paceline.lint.library import instantiate
 from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
 from paceline.lint.scopes import Function, Module, ScriptFrame
@@ -142,12 +143,9 @@ def _run_the_rest(run: Interpreter, named: set[str]) -> None:
             members = value.ref.names.values()
             methods = [one for one in members if isinstance(one, Value) and one.kind == "func"]
             if any(id(one.ref.node) not in run.visited for one in methods):
-                from paceline.lint import library
-
-                with run.into([]):
-                    run.frame = ScriptFrame(module.names, module)
-                    call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
-                    me = library.instantiate(call, value)
+                run.frame = ScriptFrame(module.names, module)
+                call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
+                me = run.into([], partial(instantiate, call, value))
                 for one in methods:
                     if getattr(one.ref.node, "name", "") != "__init__":
                         _enter(run, one, bool(initialized), me)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +110,12 @@ class Interpreter(Evaluator):
         self.out.append(event)
         return event
 
-    @contextmanager
-    def into(self, items: list[Item]) -> Iterator[None]:
-        """Let what happens be recorded there."""
+    def into(self, items: list[Item], do: Callable[[], Any]) -> Any:
+        """Do something, and let what happens be recorded there."""
         before, self.out = self.out, items
-        try:
-            yield
-        finally:
-            self.out = before
+        ends = do()
+        self.out = before
+        return ends
 
     def tick(self) -> None:
         """Count a step, and give up after very many."""
@@ -135,10 +132,8 @@ class Interpreter(Evaluator):
         module.names["__file__"] = constant(module.path)
         frame = ScriptFrame(module.names, module)
         before, self.frame = getattr(self, "frame", frame), frame
-        try:
-            self.execute(module.tree.body)
-        finally:
-            self.frame = before
+        self.execute(module.tree.body)
+        self.frame = before
 
     def find_module(self, name: str, level: int) -> Module | None:
         """Return the module beside the script that an import means."""
@@ -285,10 +280,8 @@ class Interpreter(Evaluator):
         frame = ScriptFrame({}, self.frame.module, self.frame)
         frame.is_class = True
         before, self.frame = self.frame, frame
-        try:
-            self.execute(node.body)
-        finally:
-            self.frame = before
+        self.execute(node.body)
+        self.frame = before
         value = Value("class", ref=Class(node, frame.names, bases, self.frame.module), node=node)
         self.set(self._table_of(node.name), node.name, value)
 
@@ -339,8 +332,7 @@ class Interpreter(Evaluator):
             items: list[Item] = []
             mark = len(self.trail)
             self.initialized = before
-            with self.into(items):
-                found = arm()
+            found = self.into(items, arm)
             changes = self._undo(mark)
             branch.arms.append(items)
             ends |= found
@@ -414,14 +406,12 @@ class Interpreter(Evaluator):
             self.is_quiet = True
             mark, saved = len(self.trail), (self.initialized, self.frame.taint)
             returns, pending = len(self.frame.returns), len(self.frame.pending)
-            with self.into([]):
-                body()
+            self.into([], body)
             self._forget([self._undo(mark), *self.frame.pending[pending:]])
             del self.frame.returns[returns:], self.frame.pending[pending:]
             self.initialized, self.frame.taint, self.is_quiet = *saved, False
         mark, pending = len(self.trail), len(self.frame.pending)
-        with self.into(loop.body):
-            found = body()
+        found = self.into(loop.body, body)
         changes = self._undo(mark)
         sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
         for table, key, value in changes:
@@ -469,10 +459,7 @@ class Interpreter(Evaluator):
 
     def _run_try(self, node: ast.Try) -> frozenset[str]:
         items: list[Item] = []
-        with self.into(items):
-            ends = self.execute(node.body)
-            if "next" in ends:
-                ends = (ends - NEXT) | self.execute(node.orelse)
+        ends = self.into(items, lambda: self.execute([*node.body, *node.orelse]))
         guarded = BranchItem(node, self.frame.module.path, Taint.NONE, [items])
         self.out.append(guarded)
         handled: list[tuple[ast.ExceptHandler, list[Item], frozenset[str]]] = []
@@ -480,8 +467,7 @@ class Interpreter(Evaluator):
             mark, arm = len(self.trail), list[Item]()
             if handler.name:
                 self.assign(ast.Name(handler.name), unknown(Taint.UNKNOWN | Taint.LOCAL))
-            with self.into(arm):
-                found = self.execute(handler.body)
+            found = self.into(arm, partial(self.execute, handler.body))
             handled.append((handler, arm, found))
             changes = self._undo(mark)
             if "next" in found:
@@ -489,8 +475,7 @@ class Interpreter(Evaluator):
                 if "next" not in ends and not any(isinstance(item, ExitItem) for item in items):
                     ends |= NEXT
         last: list[Item] = []
-        with self.into(last):
-            final = self.execute(node.finalbody) - NEXT
+        final = self.into(last, lambda: self.execute(node.finalbody)) - NEXT
         self.out += last
         is_manager = "#yields" in self.frame.names
         data = {"handlers": handled, "is_retried": bool(self.loops), "last": last, "is_manager": is_manager}
@@ -532,13 +517,10 @@ class Interpreter(Evaluator):
         body = definition.body
         if isinstance(definition, ast.Lambda):
             body = [ast.copy_location(ast.Return(definition.body), definition.body)]
-        try:
-            with self.into(items):
-                ends = self.execute(body)
-        finally:
-            self.frame, self.conditions = before
-            self.depth -= 1
-            self.active.pop()
+        ends = self.into(items, lambda: self.execute(body))
+        self.frame, self.conditions = before
+        self.depth -= 1
+        self.active.pop()
         self._merge(frame.pending, frame.taint, stays=True)
         self.out.append(CallItem(node, self.frame.module.path, items))
         if ends == {"raise"}:

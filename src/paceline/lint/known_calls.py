@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from contextlib import suppress
+from functools import partial
 
 from paceline.lint import methods
 from paceline.lint.canonical import canonical
@@ -131,8 +132,8 @@ def call_loader(c: KnownCall) -> Value:
     for one in given["dataset"].alternatives():
         method = one.ref.method("__iter__") if one.kind == "dataset" and one.script_class else None
         if method is not None:
-            with c.run.into([]):  # its own events are those of the loop
-                inherit(value, [c.run.call_function(method, [], {}, c.node, owner=one)])
+            made = partial(c.run.call_function, method, [], {}, c.node, owner=one)
+            inherit(value, [c.run.into([], made)])  # its own events are those of the loop
     drops = c.pick(8, "drop_last")
     if drops is not None and drops.const is not False:
         value.attrs.pop("#uneven", None)

@@ -282,10 +282,8 @@ def _call_script(c: KnownCall, callee: Value) -> Value:
     if callee.fact("rank_zero") and c.run.place.rank != 0:
         return constant(None)
     c.run.no_grad += bool(callee.fact("no_grad"))
-    try:
-        result: Value = c.run.call_function(callee, c.args, c.kwargs, c.node)
-    finally:
-        c.run.no_grad -= bool(callee.fact("no_grad"))
+    result: Value = c.run.call_function(callee, c.args, c.kwargs, c.node)
+    c.run.no_grad -= bool(callee.fact("no_grad"))
     if callee.fact("context"):
         return Value("context", taint=result.taint, attrs={"#as": c.run.element(result, 0)})
     return result

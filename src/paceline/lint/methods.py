@@ -375,9 +375,9 @@ _SIMPLE: tuple[tuple[str, str, Handler], ...] = (
     (
         "state loaded",
         "*",
-        lambda c: unknown(c.owner.taint, c.owner.deps)
-        if c.name in ("items", "keys", "values")
-        else copied(c.owner),
+        lambda c: (
+            unknown(c.owner.taint, c.owner.deps) if c.name in ("items", "keys", "values") else copied(c.owner)
+        ),
     ),
 )
 for _kinds, _names, _handler in _SIMPLE:
