@@ -126,6 +126,59 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "train.py:2:7: error: invalid syntax. [PL099]" in out
 
 
+def test_a_tree_of_odd_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.py").write_bytes(b"# caf\xe9\nprint(1)\n")
+    (tmp_path / "broken.py").symlink_to("none.py")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    assert lint(capsys, str(tmp_path))[:2] == (
+        0,
+        "Nothing to check: no word of distributed training in 1 file.\n",
+    )
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n" + BAD.encode())
+    (tmp_path / "train.ipynb").write_text("{} torch.distributed")
+    (tmp_path / "closed.py").write_text(BAD)
+    (tmp_path / "python2.py").write_text(f'{GOOD}print "x"\n')
+    open_file = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "closed.py":
+            raise PermissionError(13, "Permission denied")
+        return open_file(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        code, out, _ = lint(capsys, str(tmp_path))
+    assert code == 1
+    assert out.count("[PL097]") == 3
+    assert "closed.py:1:1: warning: it cannot be read: Permission denied. [PL097]" in out
+    assert "latin.py:1:1: warning: it cannot be read: invalid or missing encoding declaration" in out
+    assert "python2.py:3:1: error: Missing parentheses in call to 'print'." in out
+    assert "1 error and 3 warnings in 5 files." in out
+    for name in ("latin.py", "train.ipynb"):
+        code, _, err = lint(capsys, str(tmp_path / name))
+        assert code == 2
+        assert "[PL097]" in err
+
+
+@pytest.mark.parametrize("tail", ["x = 1\n" * 70_000, f"x = {'-' * 100_000}1\n"], ids=["long", "deep"])
+def test_a_script_that_is_too_large(tail: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(GOOD + tail)
+    code, out, _ = lint(capsys, str(path))
+    assert code == 0
+    assert "train.py:1:1: advice: it is too large or too deeply nested to simulate" in out
+
+
+def test_a_fix_keeps_encoding_and_line_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    loop = (CORPUS / "pl030_bad_tensor_parallel.py").read_text()
+    text = f"# -*- coding: latin-1 -*-\n# caf\xe9\n{loop}".replace("\n", "\r\n")
+    path.write_bytes(text.encode("latin-1"))
+    assert lint(capsys, str(path), "--fix")[0] == 0
+    assert path.read_bytes() == (text + "    optimizer.zero_grad()\r\n").encode("latin-1")
+
+
 def test_fix_and_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(BAD)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.lint.check import check_sources, concerns_ranks
     from paceline.lint.sources import read_sources
 
+    warnings.simplefilter("ignore", SyntaxWarning)  # of the parser, on strings of the scripts
     sources = list(read_sources(args.paths, sys.stdin.read))
     findings = check_sources(sources)
     if args.diff or args.fix:
@@ -88,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
         for finding in findings:
             place = f"{finding.path}:{finding.line}:{finding.column}"
             print(f"{place}: {finding.level}: {finding.saw} [{finding.code}]")
-            lines = texts.get(finding.path, "").splitlines()
+            lines = texts.get(finding.path, "").split("\n")
             if 0 < finding.line <= len(lines):
-                print(f"    | {lines[finding.line - 1].strip()}")
+                print(f"    | {lines[finding.line - 1].strip()[:160]}")
             print(f"    {finding.rule}\n    Fix: {finding.fix}\n")
         _print_sum(findings, len(sources), any(concerns_ranks(source.text) for source in sources))
     return 1 if any(finding.level in ("error", "warning") for finding in findings) else 0
@@ -118,7 +120,7 @@ def _fix(sources: Sequence[Any], findings: Sequence[Any], *, write: bool) -> int
                 fix="Pass the path of a script, or use --diff.",
             )
         if fixed and write:
-            Path(source.path).write_text(text, encoding="utf-8", newline="")
+            Path(source.path).write_text(text, encoding=source.encoding, newline="")
         elif fixed:
             lines = source.text.splitlines(keepends=True), text.splitlines(keepends=True)
             sys.stdout.writelines(difflib.unified_diff(*lines, source.path, source.path))

@@ -80,13 +80,13 @@ def check_text(text: str, path: str) -> list[LintFinding]:
     """
     if not concerns_ranks(text):
         return []
-    tree = ast.parse(text, path)
     was_enabled = gc.isenabled()
     gc.disable()  # a third of the time, for nothing: almost all is kept until the end
     try:
-        return _apply(_run_all(tree, text, path))
-    except (GaveUp, RecursionError):
-        return []
+        return _apply(_run_all(ast.parse(text, path), text, path))
+    except (GaveUp, RecursionError, MemoryError):
+        saw = "it is too large or too deeply nested to simulate, so it was not checked."
+        return [_own(ScriptSource(path, text), 1, 1, "PL094", "advice", saw)]
     finally:
         if was_enabled:
             gc.enable()
@@ -194,11 +194,16 @@ def check_sources(sources: Sequence[ScriptSource]) -> list[LintFinding]:
 
 
 def _check_source(source: ScriptSource) -> list[LintFinding]:
+    if source.problem:
+        is_told = not source.text or concerns_ranks(source.text)
+        return [_own(source, 1, 1, "PL097", "warning", f"it cannot be read: {source.problem}.")] * is_told
     try:
         findings = check_text(source.text, source.path)
     except (SyntaxError, ValueError) as error:
         line, column = getattr(error, "lineno", 1) or 1, getattr(error, "offset", 1) or 1
-        return [_own(source, line, column, "PL099", "error", f"{getattr(error, 'msg', error)}.")]
+        return [
+            _own(source, line, column, "PL099", "error", f"{getattr(error, 'msg', error)}".rstrip("?") + ".")
+        ]
     ignores = {source.path: read_ignores(source.text)}
     used: set[tuple[int, str]] = set()
     kept = []

@@ -67,8 +67,9 @@ def _clear(file: _Script, node: ast.AST) -> list[Edit]:
     indent = line[: node.col_offset].decode()
     if not isinstance(function, ast.Attribute) or node.value.args or indent.strip() or b";" in line:
         return []
-    newline = "" if line.endswith(b"\n") else "\n"
-    return [(end, end, f"{newline}{indent}{file.source(function.value)}.zero_grad()\n")]
+    newline = "\r\n" if line.endswith(b"\r\n") else "\n"
+    before = "" if line.endswith(b"\n") else newline
+    return [(end, end, f"{before}{indent}{file.source(function.value)}.zero_grad(){newline}")]
 
 
 def _load(file: _Script, node: ast.AST) -> list[Edit]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import json
+import os
 import re
 import tokenize
 import tomllib
@@ -24,11 +25,16 @@ _MAGIC = re.compile(r"\s*[%!?]")
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """A script: its path as it is reported, and its text. A notebook has the first line of each code cell."""
+    """A script: its path as it is reported, its text, and why it cannot be read.
+
+    A notebook has the first line of each code cell.
+    """
 
     path: str
     text: str
     cells: tuple[int, ...] = ()
+    encoding: str = "utf-8"
+    problem: str = ""
 
     def place(self, line: int) -> tuple[str, int]:
         """Return the path and line under which a line is reported."""
@@ -100,47 +106,49 @@ def read_sources(paths: Sequence[str], stdin: Callable[[], str]) -> Iterator[Scr
     """Yield the scripts and notebooks of files, trees and `-`.
 
     Raises:
-        PacelineError: PL097, a path does not exist or cannot be read.
+        PacelineError: PL097, a path that is given does not exist or cannot be read.
     """
     for name in paths:
         if name == "-":
             yield ScriptSource("<stdin>", stdin())
-            continue
-        path = Path(name)
-        if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                inner = file.relative_to(path).parts[:-1]
-                if file.suffix in (".py", ".ipynb") and file.is_file() and not _SKIPPED & set(inner):
-                    yield _read(file, quietly=True)
+        elif os.path.isdir(name):
+            closed: list[OSError] = []
+            for folder, inner, files in os.walk(name, onerror=closed.append):
+                inner[:] = sorted(set(inner) - _SKIPPED)
+                here = [Path(folder, file) for file in sorted(files) if file.endswith((".py", ".ipynb"))]
+                yield from (_read(path) for path in here if path.is_file())
+            yield from (ScriptSource(error.filename, "", problem=str(error.strerror)) for error in closed)
+        elif (source := _read(Path(name))).problem:
+            raise PacelineError(
+                "PL097",
+                saw=f"{name} cannot be read: {source.problem}.",
+                rule="`paceline lint` takes scripts, notebooks and folders, or - for standard input.",
+                fix="Check the path, its permissions and its encoding.",
+            )
         else:
-            yield _read(path, quietly=False)
+            yield source
 
 
-def _read(path: Path, *, quietly: bool) -> ScriptSource:
+def _read(path: Path) -> ScriptSource:
+    name, data = str(path), b""
     try:
-        with path.open("rb") as file:
-            encoding, _ = tokenize.detect_encoding(file.readline)
-        text = path.read_text(encoding=encoding)
-    except (OSError, SyntaxError, UnicodeDecodeError, LookupError) as error:
-        if quietly:
-            return ScriptSource(str(path), "")
-        raise PacelineError(
-            "PL097",
-            saw=f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.",
-            rule="`paceline lint` takes scripts, notebooks and folders, or - for standard input.",
-            fix="Check the path.",
-        ) from None
-    return _read_notebook(str(path), text) if path.suffix == ".ipynb" else ScriptSource(str(path), text)
+        data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+        return (
+            _read_notebook(name, text) if path.suffix == ".ipynb" else ScriptSource(name, text, (), encoding)
+        )
+    except (OSError, SyntaxError, ValueError, LookupError, TypeError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        return ScriptSource(name, data.decode("latin-1"), problem=problem)
 
 
 def _read_notebook(path: str, text: str) -> ScriptSource:
-    try:
-        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError):
-        return ScriptSource(path, "")
     lines: list[str] = []
     starts = []
-    for cell in cells:
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] != "code":
+            continue
         starts.append(len(lines) + 1)
         source = cell["source"]
         own = ("".join(source) if isinstance(source, list) else source).splitlines()

@@ -314,18 +314,21 @@ def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
         return
     backwards = list(witness.events("backward"))
     through = {dep for event in backwards for dep in event.deps if dep.kind in ("ddp", "fsdp")}
-    wrapped: dict[Value, Value] = {}
+    wrapped: dict[Value, tuple[Value, Value]] = {}
     for item in witness.all_events:
         if item.kind == "wrap" and item.what == "ddp":
-            wrapped.update({one: item.wrapper for one in item.module.alternatives() if one.kind == "model"})
-        if item.kind != "backward":
-            continue
-        for dep in item.deps:
-            wrapper = wrapped.get(dep)
-            if wrapper is None or wrapper in through or dep.fact("escaped") or wrapper.fact("escaped"):
+            for one in item.module.of_kind("model"):
+                wrapped.update(dict.fromkeys(_parts(one), (one, item.wrapper)))
+        for dep in item.deps if item.kind == "backward" else ():
+            model, wrapper = wrapped.get(dep, (dep, dep))
+            if (
+                wrapper is dep
+                or wrapper in through
+                or any(one.fact("escaped") for one in (dep, model, wrapper))
+            ):
                 continue
             targets = [event.target for event in witness.events("step") if event.target.kind == "optimizer"]
-            if not wrapper.fact("own_sync") and any(dep in _models(target) for target in targets):
+            if not wrapper.fact("own_sync") and any(model in _models(target) for target in targets):
                 yield at(item, "the forward goes past the wrapper, so gradients are not summed over ranks.")
 
 
