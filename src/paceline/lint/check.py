@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 from paceline.codes import read_pages
@@ -17,7 +17,7 @@ from paceline.lint.interpreter import Interpreter
 from paceline.lint.library import instantiate
 from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
-from paceline.lint.scopes import Function, Module, ScriptFrame
+from paceline.lint.scopes import Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
 from paceline.lint.values import WITNESSES, Value, WitnessPlace, unknown
 
@@ -93,7 +93,7 @@ def check_text(text: str, path: str) -> list[LintFinding]:
 
 
 def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
-    named = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(tree)}
+    named = cache(lambda: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)})
     places = list(WITNESSES)
     runs = [_run_main(places[0], tree, path)]
     called = set(runs[0].visited)
@@ -129,36 +129,35 @@ def _run_main(place: WitnessPlace, tree: ast.Module, path: str) -> Interpreter:
     return run
 
 
-def _run_the_rest(run: Interpreter, named: set[str]) -> None:
+def _run_the_rest(run: Interpreter, named: Callable[[], set[str]]) -> None:
     """Run what nobody in the file has called, with unknown arguments; those that others call come last."""
-    module = run.main
-    names = sorted(module.names.items(), key=lambda pair: pair[0] in named)
-    initialized = run.initialized
-    for _, value in names:
-        if not isinstance(value, Value) or value.ref is None:
-            continue
-        if value.kind == "func" and isinstance(value.ref, Function) and value.ref.module is module:
-            _enter(run, value, bool(initialized))
-        elif value.kind == "class" and value.ref.module is module:
-            members = value.ref.names.values()
-            methods = [one for one in members if isinstance(one, Value) and one.kind == "func"]
-            if any(id(one.ref.node) not in run.visited for one in methods):
-                run.frame = ScriptFrame(module.names, module)
-                call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
-                me = run.into([], partial(instantiate, call, value))
-                for one in methods:
-                    if getattr(one.ref.node, "name", "") != "__init__":
-                        _enter(run, one, bool(initialized), me)
+    initialized, left = bool(run.initialized), []
+    for name, value in run.main.names.items():
+        if isinstance(value, Value) and value.kind in ("func", "class") and value.ref.module is run.main:
+            members = [value] if value.kind == "func" else value.ref.names.values()
+            functions = [one for one in members if isinstance(one, Value) and one.kind == "func"]
+            if not _has_visited(run, functions):
+                left.append((name, value, functions))
+    if len(left) > 1:
+        left.sort(key=lambda one: one[0] in named())
+    for _, value, functions in left:
+        me = None
+        if value.kind == "class" and not _has_visited(run, functions):
+            run.frame = ScriptFrame(run.main.names, run.main)
+            call = KnownCall(run, [Value("*", ref=unknown())], {}, value.ref.node, "")
+            me = run.into([], partial(instantiate, call, value))
+        for one in functions:
+            if _has_visited(run, [one]) or getattr(one.ref.node, "name", "") == "__init__":
+                continue
+            run.frame = ScriptFrame(one.ref.module.names, one.ref.module)
+            run.initialized, run.is_assumed, run.seed = True, True, None
+            run.num_unread_calls += not initialized
+            run.no_sync, run.no_grad, run.loops = [], 0, ()
+            run.call_function(one, [Value("*", ref=unknown())], {}, one.ref.node, owner=me)
 
 
-def _enter(run: Interpreter, value: Value, initialized: bool, owner: Value | None = None) -> None:
-    if id(value.ref.node) in run.visited:
-        return
-    run.frame = ScriptFrame(value.ref.module.names, value.ref.module)
-    run.initialized, run.is_assumed, run.seed = True, True, None
-    run.num_unread_calls += not initialized
-    run.no_sync, run.no_grad, run.loops = [], 0, ()
-    run.call_function(value, [Value("*", ref=unknown())], {}, value.ref.node, owner=owner)
+def _has_visited(run: Interpreter, functions: list[Value]) -> bool:
+    return all(id(one.ref.node) in run.visited for one in functions)
 
 
 def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:

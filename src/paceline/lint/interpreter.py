@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lint import facts, library
-from paceline.lint.evaluation import Evaluator, GaveUp
-from paceline.lint.scopes import Class, Function, Module, ScriptFrame, as_load, is_worth_unrolling, join_all
+from paceline.lint.evaluation import Evaluator
+from paceline.lint.scopes import Class, Function, Module, ScriptFrame, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
 from paceline.lint.values import (
     UNKNOWN,
@@ -29,7 +29,6 @@ from paceline.lint.values import (
     unknown,
 )
 
-_MOST_STEPS = 60_000
 _MOST_CALLS = 14
 _MOST_UNROLLED = 16
 _MOST_MODULES = 30
@@ -55,7 +54,6 @@ class Interpreter(Evaluator):
     def __init__(self, place: WitnessPlace, load: Callable[[Path], Module | None]) -> None:
         super().__init__(place)
         self.load = load
-        self.steps = 0
         self.depth = 0
         self.is_quiet = False  # while a loop is walked to see what changes
         self.modules: dict[str, Module] = {}
@@ -117,12 +115,6 @@ class Interpreter(Evaluator):
         self.out = before
         return ends
 
-    def tick(self) -> None:
-        """Count a step, and give up after very many."""
-        self.steps += 1
-        if self.steps > _MOST_STEPS:
-            raise GaveUp
-
     # Modules.
 
     def run_module(self, module: Module, *, is_main: bool) -> None:
@@ -154,7 +146,6 @@ class Interpreter(Evaluator):
         """Run statements; return the ways in which they may end: next, return, break, continue, raise."""
         ends: frozenset[str] = frozenset()
         for statement in body:
-            self.tick()
             method = self.find_method("_run_", statement)
             found: frozenset[str] | None = method(statement) if method is not None else None
             if found is None:
@@ -178,8 +169,7 @@ class Interpreter(Evaluator):
             self.assign(node.target, self.eval(node.value))
 
     def _run_augassign(self, node: ast.AugAssign) -> None:
-        load: Any = ast.copy_location(ast.BinOp(as_load(node.target), node.op, node.value), node)
-        before = self.eval(load.left)
+        before = self.eval(node.target)
         value = self.binary(before, node.op, self.eval(node.value), node)
         if before.kind == "tensor":  # in place: it stays the same object
             self.set(before.attrs, "#taint", value.taint)
@@ -504,7 +494,6 @@ class Interpreter(Evaluator):
         definition: Any = function.node
         if self.depth > _MOST_CALLS or id(definition) in self.active:
             return unknown(deps=facts.deps_of(args))
-        self.tick()
         self.visited.add(id(definition))
         frame = ScriptFrame({}, function.module, function.frame)
         owner = owner if owner is not None else value.attrs.get("#self")

@@ -102,13 +102,6 @@ def join_all(key: str, values: list[Any], by: int) -> Any:
     return first
 
 
-def as_load(target: ast.AST) -> Any:
-    """Return a target as an expression."""
-    copy: Any = type(target)(**dict(ast.iter_fields(target)))
-    copy.ctx = ast.Load()
-    return ast.copy_location(copy, target)
-
-
 @lru_cache(maxsize=1000)
 def is_worth_unrolling(node: ast.For | ast.AsyncFor) -> bool:
     """Whether a short loop builds groups or lists, whose members are worth knowing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.lint.rules import collectives, data, models, places, saving, steps
+from paceline.lint.rules import collectives, data, places, saving, steps
 from paceline.lint.rules.rule import CHECKS, RULES, WitnessTrace
 
-__all__ = ["CHECKS", "RULES", "WitnessTrace", "collectives", "data", "models", "places", "saving", "steps"]
+__all__ = ["CHECKS", "RULES", "WitnessTrace", "collectives", "data", "places", "saving", "steps"]

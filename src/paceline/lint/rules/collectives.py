@@ -309,7 +309,7 @@ def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             if not event.is_retried or not list_tokens(event.body, witness.place):
                 continue
             for handler, arm, ends in event.handlers:
-                if not ends - {"raise"} or "break" in ends or list_tokens(arm, witness.place):
+                if not ends - {"raise", "break"} or list_tokens(arm, witness.place):
                     continue
                 names = _names(handler.type)
                 if names & _BROAD:
