@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -201,25 +201,30 @@ def test_no_torch() -> None:
 def test_beside_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from paceline.cli.lint import lint_beside
 
-    def waiting() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "reap the linter"]
-
     path = tmp_path / "train.py"
     path.write_text((CORPUS / "pl055_bad_rank_is_device.py").read_text() + BAD)
     for one_node, codes in ((True, ["PL023"]), (False, ["PL055", "PL023"])):
-        lint_beside(str(path), as_json=True, one_node=one_node, advice=False)
-        for thread in waiting():
-            thread.join(timeout=60)
+        thread = lint_beside(str(path), as_json=True, one_node=one_node, advice=False)
+        assert thread is not None
+        thread.join(timeout=60)
         lines = capfd.readouterr().err.splitlines()
         assert [json.loads(line)["lint"]["code"] for line in lines] == codes
     path.write_text((CORPUS / "pl060_bad_loss_of_each_step.py").read_text())
     for advice, codes in ((True, ["PL060"]), (False, [])):
-        lint_beside(str(path), as_json=True, one_node=True, advice=advice)
-        for thread in waiting():
-            thread.join(timeout=60)
+        thread = lint_beside(str(path), as_json=True, one_node=True, advice=advice)
+        assert thread is not None
+        thread.join(timeout=60)
         lines = capfd.readouterr().err.splitlines()
         assert [json.loads(line)["lint"]["code"] for line in lines] == codes
     path.write_text("print(1)\n")
-    lint_beside(str(path), as_json=True, one_node=True, advice=False)
-    lint_beside(str(tmp_path / "none.py"), as_json=True, one_node=True, advice=False)
-    assert not waiting()
+    for name in (path, tmp_path / "none.py"):
+        assert lint_beside(str(name), as_json=True, one_node=True, advice=False) is None
+
+
+def test_before_a_benchmark(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli.bench import _check_script
+
+    path = tmp_path / "train.py"
+    path.write_text(BAD)
+    _check_script(argparse.Namespace(target=str(path), set=[], json=False))
+    assert capfd.readouterr().err.startswith(f"paceline: {path}:3: shuffle=True and a sampler.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_collectives import add_collectives
+from paceline.cli.lint import lint_beside
 from paceline.cli.output import add_recipe_flags
 from paceline.cli.words import pass_on
 from paceline.errors import PacelineError
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_script(args: argparse.Namespace) -> None:
-    """Refuse what only a recipe has."""
+    """Refuse what only a recipe has, and report the mistakes that the script itself shows."""
     from paceline.launching.rank.script import Script, check_script
 
     flags = ["--set"] if args.set else []
@@ -144,6 +145,8 @@ def _check_script(args: argparse.Namespace) -> None:
             fix=f"Leave {flag} out, or pass arguments to the script: -- --batch-size 8.",
         )
     check_script(Script(args.target, ()))
+    if (linter := lint_beside(args.target, as_json=args.json, one_node=True, advice=False)) is not None:
+        linter.join()  # before anything is timed
 
 
 def _scaling(job: Measured, args: argparse.Namespace) -> int:

@@ -129,19 +129,25 @@ def _fix(sources: Sequence[Any], findings: Sequence[Any], *, write: bool) -> int
     return count
 
 
-def lint_beside(script: str, *, as_json: bool, one_node: bool, advice: bool) -> None:
-    """Lint a script in a process beside the job that starts with it, if it has to do with ranks."""
+def lint_beside(script: str, *, as_json: bool, one_node: bool, advice: bool) -> threading.Thread | None:
+    """Lint a script in a process beside the job that starts with it, if it has to do with ranks.
+
+    Returns:
+        a thread that waits for the process, or None without one.
+    """
     try:
         with open(script, "rb") as file:
             text = file.read(_MOST_BYTES)
         if not script.endswith(".py") or not (b"torch" in text or b"Accelerator" in text):
-            return
+            return None
         words = [sys.executable, "-m", "paceline", "lint", script, "--format", _BESIDE[as_json]]
         words += ["--one-node"] * one_node + ["--advice"] * advice
         beside = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     except OSError:
-        return  # the job itself reports a script that cannot be read
-    threading.Thread(target=beside.wait, daemon=True, name="reap the linter").start()
+        return None  # the job itself reports a script that cannot be read
+    reaper = threading.Thread(target=beside.wait, daemon=True, name="reap the linter")
+    reaper.start()
+    return reaper
 
 
 def _print_sum(findings: Sequence[Any], num_files: int, is_concerned: bool) -> None:
