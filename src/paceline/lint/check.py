@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from typing import Any, cast
 
 from paceline.codes import read_pages
 from paceline.lint.evaluation import GaveUp
@@ -161,24 +162,26 @@ def _has_visited(run: Interpreter, functions: list[Value]) -> bool:
 
 
 def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:
-    pages = read_pages()
-    found: dict[tuple[str, int, int, str], LintFinding] = {}
+    found: dict[tuple[Any, ...], LintFinding] = {}
     for first, check in CHECKS:
         for one in check(witnesses):
-            code, node = one.code or first, one.node
-            page = pages[code]
-            line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1
-            end = getattr(node, "end_lineno", line) or line, (getattr(node, "end_col_offset", 0) or 0) + 1
-            finding = LintFinding(
-                one.path, line, column, *end, code, RULES[code], one.saw, page.why, page.fix
+            code, node = one.code or first, cast(ast.expr, one.node)
+            end = node.end_lineno or node.lineno, (node.end_col_offset or 0) + 1
+            span = node.lineno, node.col_offset + 1, *end
+            found.setdefault(
+                (one.path, *span[:2], code), _finding(one.path, span, code, RULES[code], one.saw)
             )
-            found.setdefault((one.path, line, column, code), finding)
     return sorted(found.values())
+
+
+def _finding(path: str, span: tuple[int, int, int, int], code: str, level: Level, saw: str) -> LintFinding:
+    page = read_pages()[code]
+    return LintFinding(path, *span, code, level, saw, page.why, page.fix)
 
 
 def check_sources(sources: Sequence[ScriptSource]) -> list[LintFinding]:
     """Return the findings of scripts; those in a module that several of them import are reported once."""
-    found: dict[tuple[str, int, int, str], LintFinding] = {}
+    found: dict[tuple[Any, ...], LintFinding] = {}
     settings: dict[Path, LintSettings] = {}
     for source in sources:
         folder = Path(source.path).parent
@@ -200,27 +203,27 @@ def _check_source(source: ScriptSource) -> list[LintFinding]:
         findings = check_text(source.text, source.path)
     except (SyntaxError, ValueError) as error:
         line, column = getattr(error, "lineno", 1) or 1, getattr(error, "offset", 1) or 1
-        return [
-            _own(source, line, column, "PL099", "error", f"{getattr(error, 'msg', error)}".rstrip("?") + ".")
-        ]
+        wrong = f"{getattr(error, 'msg', error)}".rstrip("?")
+        return [_own(source, line, column, "PL099", "error", f"{wrong}.")]
     ignores = {source.path: read_ignores(source.text)}
     used: set[tuple[int, str]] = set()
     kept = []
     for finding in findings:
         if finding.path not in ignores:
             ignores[finding.path] = read_ignores(Path(finding.path).read_text(encoding="utf-8"))
-        silenced = False
-        for line in (finding.line, finding.end_line):
-            codes = ignores[finding.path].get(line)
-            if codes is not None and (not codes or finding.code in codes):
-                silenced = True
-                used.add((line, finding.code if codes else ""))
-        if not silenced and finding.path == source.path:
-            path, line = source.place(finding.line)
+        silent = {
+            (line, finding.code if codes else "")
+            for line in (finding.line, finding.end_line)
+            if (codes := ignores[finding.path].get(line)) is not None
+            if not codes or finding.code in codes
+        }
+        used |= silent
+        if not silent:
+            path, line = (
+                source.place(finding.line) if finding.path == source.path else (finding.path, finding.line)
+            )
             end = finding.end_line - finding.line + line
             kept.append(replace(finding, path=path, line=line, end_line=end))
-        elif not silenced:
-            kept.append(finding)
     for line, codes in ignores[source.path].items():
         for code in codes or ("",):
             if (line, code) not in used and (not code or code in RULES):
@@ -229,7 +232,6 @@ def _check_source(source: ScriptSource) -> list[LintFinding]:
     return kept
 
 
-def _own(source: ScriptSource, line: int, column: int, code: str, level: str, saw: str) -> LintFinding:
-    page = read_pages()[code]
+def _own(source: ScriptSource, line: int, column: int, code: str, level: Level, saw: str) -> LintFinding:
     path, line = source.place(line)
-    return LintFinding(path, line, column, line, column, code, level, saw, page.why, page.fix)  # type: ignore[arg-type]
+    return _finding(path, (line, column, line, column), code, level, saw)

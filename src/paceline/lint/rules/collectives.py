@@ -9,15 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
-from paceline.lint.trace import (
-    BranchItem,
-    CallItem,
-    ExitItem,
-    Item,
-    LoopItem,
-    TraceEvent,
-    events,
-)
+from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent, events
 from paceline.lint.values import Taint, Value, WitnessPlace, words
 
 _CODE_OF = {"": "PL001", "framework": "PL001", "group": "PL006", "state": "PL007", "forward": "PL008"}

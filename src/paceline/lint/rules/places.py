@@ -43,8 +43,7 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
             yield at(event, "world_size is the number of devices of one node.")
     for event in witness.events("device_count"):
         yield at(
-            event,
-            "a sum over all ranks is divided by torch.cuda.device_count(), the devices of one node.",
+            event, "a sum over all ranks is divided by torch.cuda.device_count(), the devices of one node."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, is_averaged, name_of, rule, trains
 from paceline.lint.trace import BranchItem, CallItem, Item, LoopItem, TraceEvent, events
@@ -24,6 +24,11 @@ def _models(optimizer: Value) -> set[Value]:
 
 def _changes_weights(event: TraceEvent) -> bool:
     return event.kind == "step" and event.what != "scheduler"
+
+
+def _updates(found: Iterable[TraceEvent]) -> list[TraceEvent]:
+    """Return the steps of known optimizers."""
+    return [event for event in found if _changes_weights(event) and event.target.kind == "optimizer"]
 
 
 def _parts(model: Value, depth: int = 4) -> set[Value]:
@@ -51,15 +56,14 @@ def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
     seen: set[int] = set()
     for loop, found in sorted(witnesses[0].rounds, key=lambda pair: len(pair[1])):
         backwards = [event for event in found if event.kind == "backward"]
-        for step in found if backwards else ():
-            target = step.target
-            if not _changes_weights(step) or id(step.node) in seen:
+        for step in _updates(found) if backwards else ():
+            target, models = step.target, _models(step.target)
+            if id(step.node) in seen:
                 continue
-            models = _models(target)
             if any(_may_clear(event, models) for event in found):
                 seen.add(id(step.node))
                 continue
-            if target.kind != "optimizer" or target.ref is not None or step.has_closure:
+            if target.ref is not None or step.has_closure:
                 continue
             if any(one.fact("escaped") for one in (target, *models)) or loop.count in (0, 1):
                 continue
@@ -97,8 +101,7 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
             ends, rounds = (inside, outside) if is_branch else (outside, inside)
             if any(_changes_weights(event) or (event.kind == "clear" and not is_branch) for event in rounds):
                 continue
-            steps = [event for event in ends if _changes_weights(event) and event.target.kind == "optimizer"]
-            models = set[Value]().union(*(_models(step.target) for step in steps))
+            models = set[Value]().union(*(_models(step.target) for step in _updates(ends)))
             backwards = [event for event in rounds if event.kind == "backward"]
             for event in backwards if is_branch or len(backwards) == 1 else ():
                 if models & set(event.deps):
@@ -133,9 +136,7 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         backwards = [event for event in found if event.kind == "backward"]
         if any(event.kind == "coll" for event in found):
             continue
-        for step in found:
-            if not _changes_weights(step) or step.target.kind != "optimizer":
-                continue
+        for step in _updates(found):
             mine = [event for event in backwards if _models(step.target) & set(event.deps)]
             wrapped = [event for event in mine if event.quiet]
             is_quiet = all(all(event.quiet.values()) for event in wrapped)
@@ -259,13 +260,10 @@ def nothing_exchanged(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
         Taint.RANK & event.target.taint for event in witness.events("save") if event.target is not None
     ):
         return
-    for step in witness.events("step"):
+    for step in _updates(witness.all_events):
         models = _models(step.target)
-        if not _changes_weights(step) or step.started is not True or not models:
-            continue
-        if step.target.kind != "optimizer" or any(
-            one.fact("escaped") or one.fact("own_sync") for one in (step.target, *models)
-        ):
+        own = any(one.fact("escaped") or one.fact("own_sync") for one in (step.target, *models))
+        if own or step.started is not True:
             continue
         deps = [event.deps for event in witness.events("backward") if models & event.deps]
         loaders = {dep for some in deps for dep in some if dep.kind == "loader"}
