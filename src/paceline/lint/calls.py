@@ -8,27 +8,26 @@ from paceline.lint.canonical import canonical
 from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit
 from paceline.lint.values import Taint, Value, mix, unknown, words
 
-# Positions of the tensor that is written, of the group and of the source or destination; the first name.
-COLLECTIVES: dict[str, tuple[int, int, int, str]] = {
-    "all_reduce": (0, 2, -1, "tensor"),
-    "broadcast": (0, 2, 1, "tensor"),
-    "reduce": (0, 3, 1, "tensor"),
-    "all_gather": (0, 2, -1, "tensor_list"),
-    "all_gather_into_tensor": (0, 2, -1, "output_tensor"),
-    "all_gather_object": (0, 2, -1, "object_list"),
-    "all_gather_coalesced": (0, 2, -1, "tensor"),
-    "gather": (1, 3, 2, "gather_list"),
-    "gather_object": (1, 3, 2, "object_gather_list"),
-    "scatter": (0, 3, 2, "tensor"),
-    "scatter_object_list": (0, 3, 2, "tensor"),
-    "broadcast_object_list": (0, 2, 1, "object_list"),
-    "reduce_scatter": (0, 3, -1, "output"),
-    "reduce_scatter_tensor": (0, 3, -1, "output"),
-    "all_to_all": (0, 2, -1, "output_tensor_list"),
-    "all_to_all_single": (0, 4, -1, "output"),
-    "barrier": (-1, 0, -1, ""),
-    "monitored_barrier": (-1, 0, -1, ""),
+# Positions of the tensor that is written, of the group and of the source or destination.
+_POSITIONS = {
+    (
+        0,
+        2,
+        -1,
+    ): "all_reduce all_gather all_gather_into_tensor all_gather_object all_gather_coalesced all_to_all",
+    (0, 2, 1): "broadcast broadcast_object_list",
+    (0, 3, 1): "reduce",
+    (0, 3, 2): "scatter scatter_object_list",
+    (1, 3, 2): "gather gather_object",
+    (0, 3, -1): "reduce_scatter reduce_scatter_tensor",
+    (0, 4, -1): "all_to_all_single",
+    (-1, 0, -1): "barrier monitored_barrier",
 }
+COLLECTIVES = {name: place for place, names in _POSITIONS.items() for name in names.split()}
+# Names of what is written, those of lists first.
+_WRITTEN = (
+    "gather_list object_gather_list tensor_list output_tensor_list object_list output_tensor output tensor"
+)
 TRANSFERS = words("send recv isend irecv batch_isend_irecv P2POp")
 # What these get, they don't change, wrap or keep for training.
 _HARMLESS = words("""
@@ -125,11 +124,12 @@ def _taint_of_draw(run: Any, kwargs: dict[str, Value]) -> int:
 
 
 def _collective(c: KnownCall) -> Value:
-    out_at, group_at, source_at, first = COLLECTIVES[c.name]
+    out_at, group_at, source_at = COLLECTIVES[c.name]
     group = c.pick(group_at, "group")
     end = "src" if c.name.startswith(("broadcast", "scatter")) else "dst"
     source = c.pick(source_at, end) if source_at >= 0 else None
-    out = c.pick(out_at, first) if out_at >= 0 else None
+    out_name = next((name for name in _WRITTEN.split() if name in c.kwargs), "")
+    out = c.pick(out_at, out_name) if out_at >= 0 else None
     data: dict[str, Any] = {"op": c.name, "group": group, "source": source, "via": "", "out": out}
     if c.name == "all_reduce":
         data["reduce_op"] = c.pick(1, "op")

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 
-_PREFIXES = (
-    ("torch.distributed.elastic.", "elastic."),
-    ("torch.distributed.rpc.", "rpc."),
-    ("torch.distributed.nn.", "dnn."),
-    ("torch.distributed.distributed_c10d.", "dist."),
-    ("torch.distributed.fsdp.", "fsdp."),
-    ("torch.distributed._composable.", "fsdp."),
-    ("torch.distributed.checkpoint.", "dcp."),
-    ("torch.distributed.device_mesh.", "mesh."),
-    ("torch.distributed._functional_collectives.", "dnn."),
-    ("torch.distributed.algorithms.join.", "join."),
-    ("torch.distributed.tensor.", "dtensor."),
-    ("torch.distributed.", "dist."),
-    ("torch.utils.data.", "data."),
-    ("torch.nn.parallel.", "parallel."),
-    ("torch.nn.utils.", "nnutils."),
-    ("torch.nn.functional.", "F."),
-    ("torch.nn.", "nn."),
-    ("torch.optim.lr_scheduler.", "sched."),
-    ("torch.optim.", "optim."),
-    ("torch.cuda.amp.", "amp."),
-    ("torch.amp.", "amp."),
-    ("torch.multiprocessing.", "mp."),
-    ("multiprocessing.", "mp."),
-)
+# The first that a name starts with is the one.
+_SHORT = """
+    distributed.elastic elastic, distributed.rpc rpc, distributed.nn dnn, distributed.distributed_c10d dist,
+    distributed.fsdp fsdp, distributed._composable fsdp, distributed.checkpoint dcp, distributed.device_mesh mesh,
+    distributed._functional_collectives dnn, distributed.algorithms.join join, distributed.tensor dtensor,
+    distributed dist, utils.data data, nn.parallel parallel, nn.utils nnutils, nn.functional F, nn nn,
+    optim.lr_scheduler sched, optim optim, cuda.amp amp, amp amp, multiprocessing mp
+"""
+_PREFIXES = [(f"torch.{long}.", f"{short}.") for long, short in (pair.split() for pair in _SHORT.split(","))]
+_PREFIXES.append(("multiprocessing.", "mp."))
 
 
 @cache

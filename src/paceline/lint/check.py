@@ -93,7 +93,7 @@ def check_text(text: str, path: str) -> list[LintFinding]:
             gc.enable()
 
 
-def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
+def _run_all(tree: ast.Module, text: str, path: str) -> WitnessTrace:
     named = cache(lambda: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)})
     places = list(WITNESSES)
     runs = [_run_main(places[0], tree, path)]
@@ -112,14 +112,11 @@ def _run_all(tree: ast.Module, text: str, path: str) -> list[WitnessTrace]:
             run.visited |= called  # what only some ranks call has been seen where they call it
             _run_the_rest(run, named)
     spawns = _SPAWNS.search(text) is not None
-    found = [
-        WitnessTrace(place, run.trace, run.reads, spawns) for place, run in zip(places, runs, strict=True)
-    ]
+    traces = [WitnessTrace(at, run.trace, run.reads, spawns) for at, run in zip(places, runs, strict=True)]
     # A rank that the script names and that joins no group has another role: a server, say.
-    joins = any(found[0].events("init"))
-    return found[: len(WITNESSES)] + [
-        one for one in found[len(WITNESSES) :] if not joins or any(one.events("init"))
-    ]
+    is_server = [any(traces[0].events("init")) and not any(one.events("init")) for one in traces]
+    traces[0].all = [one for i, one in enumerate(traces) if i < len(WITNESSES) or not is_server[i]]
+    return traces[0]
 
 
 def _run_main(place: WitnessPlace, tree: ast.Module, path: str) -> Interpreter:
@@ -161,10 +158,10 @@ def _has_visited(run: Interpreter, functions: list[Value]) -> bool:
     return all(id(one.ref.node) in run.visited for one in functions)
 
 
-def _apply(witnesses: Sequence[WitnessTrace]) -> list[LintFinding]:
+def _apply(witness: WitnessTrace) -> list[LintFinding]:
     found: dict[tuple[Any, ...], LintFinding] = {}
     for first, check in CHECKS:
-        for one in check(witnesses):
+        for one in check(witness):
             code, node = one.code or first, cast(ast.expr, one.node)
             end = node.end_lineno or node.lineno, (node.end_col_offset or 0) + 1
             span = node.lineno, node.col_offset + 1, *end

@@ -193,10 +193,10 @@ def _names_of(value: Value | None) -> str:
 
 
 @rule("PL001 PL002 PL004 PL006 PL007 PL008 PL009")
-def unlike_collectives(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def unlike_collectives(first: WitnessTrace) -> Iterator[Spot]:
     """Report a collective that a rank lacks, calls in another order, or gives something else."""
     told: set[int] = set()
-    for one, two in itertools.combinations(witnesses, 2):
+    for one, two in itertools.combinations(first.all, 2):
         places = one.place, two.place
         tokens = list_tokens(one.items, *places), list_tokens(two.items, *reversed(places))
         for spot in _compare(*tokens, places):
@@ -206,9 +206,9 @@ def unlike_collectives(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL009")
-def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def unlike_settings(first: WitnessTrace) -> Iterator[Spot]:
     """Report a number of microbatches that depends on the rank."""
-    for one, other in itertools.combinations(witnesses, 2):
+    for one, other in itertools.combinations(first.all, 2):
         theirs = {id(event.node): event.value for event in other.events("alike")}
         for event in one.events("alike"):
             pair = [value.const for value in (event.value, theirs.get(id(event.node))) if value is not None]
@@ -218,9 +218,9 @@ def unlike_settings(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL004")
-def loops_of_unlike_length(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def loops_of_unlike_length(first: WitnessTrace) -> Iterator[Spot]:
     """Report a loop with collectives over data that was split by rank without making the parts equal."""
-    for witness in witnesses:
+    for witness in first.all:
         for loop in witness.loops:
             if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
                 yield at(loop, "this loop has a collective, and its data are split by rank without padding.")
@@ -236,9 +236,9 @@ class _Scope:
 
 
 @rule("PL003")
-def decided_by_one_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def decided_by_one_rank(first: WitnessTrace) -> Iterator[Spot]:
     """Report a branch or an exit on a value that differs between ranks, if collectives depend on it."""
-    for witness in witnesses:
+    for witness in first.all:
         yield from _local(witness.items, witness.place, _Scope([], [], []))
 
 
@@ -287,9 +287,9 @@ def _decided(branch: BranchItem, place: WitnessPlace, scope: _Scope) -> Iterator
 
 
 @rule("PL005")
-def swallowed_error(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def swallowed_error(first: WitnessTrace) -> Iterator[Spot]:
     """Report an error handler around a collective that lets this rank alone go on."""
-    for witness in witnesses:
+    for witness in first.all:
         for event in witness.events("try"):
             waits = list_tokens(event.last, witness.place)
             is_all = event.is_manager and any(events(event.last, "destroy"))  # a manager of the whole job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, is_averaged, name_of, rule, trains
 from paceline.lint.trace import TraceEvent
@@ -49,32 +49,32 @@ def _mentions_split(dataset: Value) -> bool:
 
 
 @rule("PL020 PL024")
-def no_distributed_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def no_distributed_sampler(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a loader that gives every rank all samples, and trains a wrapped model."""
-    for event, dataset in _plain_loaders(witnesses[0]):
+    for event, dataset in _plain_loaders(witness):
         if not dataset.fact("iterable") and not _mentions_split(dataset):
             saw = f"`{name_of(event.node)}` gives each rank all samples: it has no DistributedSampler."
             yield at(event, saw)
-            rounds = [one.loops for one in witnesses[0].events("iterate") if one.loader is event.loader]
+            rounds = [one.loops for one in witness.events("iterate") if one.loader is event.loader]
             epochs = {one[len(event.loader.loops)] for one in rounds if len(one) > len(event.loader.loops)}
-            for loop in witnesses[0].loops:
+            for loop in witness.loops:
                 if id(loop.node) in epochs and loop.count not in (0, 1):
                     yield at(loop, "no round tells a DistributedSampler its epoch: there is none.", "PL024")
 
 
 @rule("PL021")
-def unsharded_iterable(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def unsharded_iterable(witness: WitnessTrace) -> Iterator[Spot]:
     """Report an iterable dataset that gives every rank the same samples, and trains a wrapped model."""
-    for event, dataset in _plain_loaders(witnesses[0]):
+    for event, dataset in _plain_loaders(witness):
         if dataset.fact("iterable") and dataset.ref is not None and not _mentions_split(dataset):
             name = dataset.ref.node.name
             yield at(event, f"`{name}.__iter__` depends on neither the rank nor the number of ranks.")
 
 
 @rule("PL022")
-def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def sampler_of_the_node(first: WitnessTrace) -> Iterator[Spot]:
     """Report a DistributedSampler with the numbers of a node in place of the job's."""
-    for witness in witnesses:
+    for witness in first.all:
         place = witness.place
         for event in witness.events("sampler"):
             rank, replicas = event.rank, event.replicas
@@ -95,17 +95,16 @@ def sampler_of_the_node(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL023")
-def shuffle_with_sampler(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def shuffle_with_sampler(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a loader with both shuffle=True and a sampler."""
-    for event in witnesses[0].events("loader"):
+    for event in witness.events("loader"):
         if event.shuffle.is_known and event.shuffle.const is True and event.sampler.kind == "sampler":
             yield at(event, "shuffle=True and a sampler.")
 
 
 @rule("PL024")
-def no_set_epoch(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def no_set_epoch(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a shuffling DistributedSampler that is used for several epochs and never told the epoch."""
-    witness = witnesses[0]
     told: set[Value] = set()
     for event in witness.events("set_epoch"):
         for one in event.target.alternatives():
@@ -136,9 +135,8 @@ def _runs_once(witness: WitnessTrace, around: tuple[int, ...]) -> bool:
 
 
 @rule("PL025", "warning")
-def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def loader_in_the_epoch_loop(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a loader with workers that is made anew in each epoch from the same parts."""
-    witness = witnesses[0]
     used = trains(witness)
     for event in witness.events("loader"):
         loader, workers = event.loader, event.num_workers
@@ -153,20 +151,20 @@ def loader_in_the_epoch_loop(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot
 
 
 @rule("PL026")
-def split_twice(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def split_twice(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a DistributedSampler over data that are this rank's part already."""
-    for event in witnesses[0].events("sampler"):
+    for event in witness.events("sampler"):
         rank, replicas = event.rank, event.replicas
-        is_whole = replicas is None or replicas.const == witnesses[0].place.world
+        is_whole = replicas is None or replicas.const == witness.place.world
         if not event.dataset.fact("split") or not is_whole or (rank is not None and not rank.is_known):
             continue
         yield at(event, f"`{name_of(event.node)}` splits data that were split by rank before.")
 
 
 @rule("PL059")
-def split_by_unlike_draws(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def split_by_unlike_draws(first: WitnessTrace) -> Iterator[Spot]:
     """Report random_split without a common seed, if a DistributedSampler shares out the result."""
-    for witness in witnesses[1:2]:
+    for witness in first.all[1:2]:
         used = {id(event.dataset.node) for event in witness.events("sampler")}
         for event in witness.events("random_split"):
             seed = event.seed

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.values import Taint, Value
 
 
 @rule("PL055")
-def rank_as_device(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def rank_as_device(first: WitnessTrace) -> Iterator[Spot]:
     """Report the number of a rank of the job that is used as the number of a device of the node."""
-    for witness in witnesses:
+    for witness in first.all:
         for event in witness.events("device"):
             number = _index(event.device)
             if (
@@ -32,9 +32,9 @@ def _index(device: Value) -> int | None:
 
 
 @rule("PL056")
-def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def world_from_devices(first: WitnessTrace) -> Iterator[Spot]:
     """Report the devices of a node that are taken for the number of ranks."""
-    witness = witnesses[2]
+    witness = first.all[2]
     for event in witness.events("init"):
         world = event.world
         if world is None or event.spawned:
@@ -48,9 +48,9 @@ def world_from_devices(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL058")
-def hard_coded_port(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def hard_coded_port(first: WitnessTrace) -> Iterator[Spot]:
     """Report an address that overwrites the launcher's."""
-    witness = witnesses[1]
+    witness = first.all[1]
     launched = witness.reads & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
     methods = [event.method for event in witness.events("init")]
     is_read = all(one is None or one.const in (None, "env://") for one in methods)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -23,12 +23,14 @@ class WitnessTrace:
         items: the trace.
         reads: the variables of a launcher that it read.
         spawns: whether the script starts its ranks itself.
+        all: every witness, those of ranks 0, 1 and 8 first; a rule gets that of rank 0.
     """
 
     place: WitnessPlace
     items: list[Item]
     reads: set[str]
     spawns: bool
+    all: list[WitnessTrace] = field(default_factory=list)
 
     @cached_property
     def all_items(self) -> list[Item]:
@@ -70,7 +72,7 @@ def at(item: Item, saw: str, code: str = "") -> Spot:
     return Spot(item.node, item.path, saw, code)
 
 
-Check = Callable[[Sequence[WitnessTrace]], Iterator[Spot]]
+Check = Callable[[WitnessTrace], Iterator[Spot]]
 
 
 # The level of each code, and the checks with their first code.

@@ -21,9 +21,8 @@ def _states(value: Value | None, depth: int = 0) -> Iterator[Value]:
 
 
 @rule("PL040", "warning")
-def saves_wrapped(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def saves_wrapped(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a saved state dict of a wrapper, whose keys start with `module.`."""
-    witness = witnesses[0]
     if any(event.model.kind in ("ddp", "dp", "union", "") for event in witness.events("load_state")):
         return
     for event in witness.events("save"):
@@ -35,10 +34,10 @@ def saves_wrapped(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL007")
-def saves_one_shard(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def saves_one_shard(first: WitnessTrace) -> Iterator[Spot]:
     """Report a state of shards that rank 0 alone saves."""
-    others = {id(event.node) for witness in witnesses[1:] for event in witness.events("save")}
-    for event in witnesses[0].events("save"):
+    others = {id(event.node) for witness in first.all[1:] for event in witness.events("save")}
+    for event in first.events("save"):
         states = () if id(event.node) in others else _states(event.value)
         if any(isinstance(one.ref, Value) and one.ref.fact("sharded") for one in states):
             yield at(event, "rank 0 saves its own shards, and those of the other ranks are lost.")
@@ -56,9 +55,9 @@ def _path_key(value: Value | None) -> Any:
 
 
 @rule("PL041")
-def saves_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def saves_on_every_rank(first: WitnessTrace) -> Iterator[Spot]:
     """Report a file that ranks of one node write at the same time."""
-    first, second = witnesses[0], witnesses[1]
+    second = first.all[1]
     others = {id(event.node): event for event in second.events("save")}
     unsure = {id(event.node) for event in _under_unread_conditions(first.items, "save")}
     for event in first.events("save"):
@@ -82,9 +81,9 @@ def _under_unread_conditions(items: Sequence[Item], kind: str) -> Iterator[Trace
 
 
 @rule("PL060", "advice")
-def prints_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def prints_on_every_rank(first: WitnessTrace) -> Iterator[Spot]:
     """Report a line that every rank prints in the loop that trains a wrapped model."""
-    first, second = witnesses[0], witnesses[1]
+    second = first.all[1]
     rounds = {number for event in first.events("backward") if any(event.quiet) for number in event.loops}
     others = {id(event.node) for event in second.events("print")}
     unsure = {id(event.node) for event in _under_unread_conditions(first.items, "print")}
@@ -99,9 +98,8 @@ def prints_on_every_rank(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL064", "warning")
-def setting_too_late(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def setting_too_late(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a variable that is set after the library that reads it once has been loaded."""
-    witness = witnesses[0]
     computes = any(witness.events("init")) or any(witness.events("backward"))
     if any(witness.events("threads")) or witness.spawns or not computes:  # or it is for other processes
         return
@@ -111,9 +109,9 @@ def setting_too_late(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL043", "warning")
-def load_without_map_location(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def load_without_map_location(first: WitnessTrace) -> Iterator[Spot]:
     """Report weights that are loaded to the device from which they were saved, on every rank."""
-    witness = witnesses[1]
+    witness = first.all[1]
     on_cuda = any(
         event.backend is not None and event.backend.is_known and event.backend.const == "nccl"
         for event in witness.events("init")

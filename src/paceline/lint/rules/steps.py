@@ -51,10 +51,10 @@ def _may_clear(event: TraceEvent, models: set[Value]) -> bool:
 
 
 @rule("PL030")
-def no_zero_grad(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def no_zero_grad(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a loop with backward and step in which nothing clears the gradients."""
     seen: set[int] = set()
-    for loop, found in sorted(witnesses[0].rounds, key=lambda pair: len(pair[1])):
+    for loop, found in sorted(witness.rounds, key=lambda pair: len(pair[1])):
         backwards = [event for event in found if event.kind == "backward"]
         for step in _updates(found) if backwards else ():
             target, models = step.target, _models(step.target)
@@ -109,27 +109,26 @@ def _accumulating(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, int, list
 
 
 @rule("PL031", "warning")
-def loss_not_divided(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def loss_not_divided(witness: WitnessTrace) -> Iterator[Spot]:
     """Report mean losses that are accumulated and not divided by the number of rounds."""
-    for event, size, found in _accumulating(witnesses[0]):
+    for event, size, found in _accumulating(witness):
         if event.is_mean and found is not None and not any(one.kind == "grad" for one in found):
             saw = f"gradients of {size} mean losses are added, and the loss is not divided by {size}."
             yield at(event, saw)
 
 
 @rule("PL032", "warning")
-def accumulation_without_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def accumulation_without_no_sync(witness: WitnessTrace) -> Iterator[Spot]:
     """Report rounds of accumulation that all reduce gradients."""
-    for event, size, _ in _accumulating(witnesses[0]):
+    for event, size, _ in _accumulating(witness):
         ((model, quiet), *others) = event.quiet.items() or [(None, None)]
         if quiet is False and not others and model.kind == "ddp" and not model.fact("own_sync"):
             yield at(event, f"each of {size} backwards per step sums the gradients over ranks; one would do.")
 
 
 @rule("PL033")
-def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def step_without_exchange(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a step whose backwards were all under no_sync."""
-    witness = witnesses[0]
     if any(witness.events("grad")):
         return
     for _, found in witness.rounds:
@@ -146,17 +145,17 @@ def step_without_exchange(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL034")
-def clip_before_unscale(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def clip_before_unscale(witness: WitnessTrace) -> Iterator[Spot]:
     """Report clipping of gradients that are still scaled."""
     found: list[Spot] = []
-    _clips(witnesses[0].items, None, found)
+    _clips(witness.items, None, found)
     return iter(found)
 
 
 @rule("PL035")
-def clip_of_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def clip_of_shards(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a norm over the gradients of this rank's shards, by which each rank clips its own."""
-    for event in witnesses[0].events("clip"):
+    for event in witness.events("clip"):
         if event.is_norm and any(dep.kind == "fsdp" and not dep.fact("is_whole") for dep in event.deps):
             yield at(event, "each rank takes the norm of its own shards for that of the model.")
 
@@ -179,9 +178,8 @@ def _summed_by_hand(witness: WitnessTrace) -> Iterator[tuple[TraceEvent, set[Val
 
 
 @rule("PL036")
-def sum_for_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def sum_for_mean(witness: WitnessTrace) -> Iterator[Spot]:
     """Report gradients of mean losses that are summed over ranks and never divided."""
-    witness = witnesses[0]
     if any(witness.events("grad", "scaled")):
         return
     for event, _ in _summed_by_hand(witness):
@@ -193,9 +191,8 @@ def sum_for_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL826")
-def unlike_starts(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def unlike_starts(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a model that each rank draws by itself, if ranks then apply the same gradients to it."""
-    witness = witnesses[0]
     if any(event.op.startswith("broadcast") or event.via for event in witness.events("coll")):
         return
     loaded = {one for event in witness.events("load_state") for one in event.model.alternatives()}
@@ -210,9 +207,9 @@ def unlike_starts(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL038")
-def backward_of_a_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def backward_of_a_mean(witness: WitnessTrace) -> Iterator[Spot]:
     """Report the backward of a loss that all_reduce and a division have made a mean."""
-    for event in witnesses[0].events("backward"):
+    for event in witness.events("backward"):
         if event.is_averaged and any(map(is_averaged, event.quiet)):
             saw = (
                 "all_reduce has no gradient, so dividing by the number of ranks scales it, and DDP does too."
@@ -221,9 +218,8 @@ def backward_of_a_mean(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL061", "warning")
-def waits_in_each_round(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def waits_in_each_round(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a rank that waits for its device or the others in each round beside the sum of gradients."""
-    witness = witnesses[0]
     # A loop with a clock that trains nothing: the rounds that a generator gives, measured there.
     measured = ({event.kind for event in found} for _, found in witness.rounds)
     if any(event.is_timer for event in witness.events("clock")) or any(
@@ -250,9 +246,9 @@ def _straight(items: Sequence[Item]) -> Iterator[TraceEvent]:
 
 
 @rule("PL831")
-def nothing_exchanged(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def nothing_exchanged(first: WitnessTrace) -> Iterator[Spot]:
     """Report a training on each rank's part of the samples whose ranks never exchange anything."""
-    witness = witnesses[1]
+    witness = first.all[1]
     idle = ("barrier", "monitored_barrier")
     if any(event.op not in idle for event in witness.events("coll")):
         return
@@ -296,18 +292,17 @@ def _clips(items: Sequence[Item], scaled: TraceEvent | None, found: list[Spot]) 
 
 
 @rule("PL075", "warning")
-def forward_outside_no_sync(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def forward_outside_no_sync(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a backward under no_sync whose forward was outside of it."""
-    for event in witnesses[0].events("backward"):
+    for event in witness.events("backward"):
         if any(model.kind == "ddp" for model in event.late):
             saw = "the forward of this loss is outside of no_sync(), so gradients are summed nevertheless."
             yield at(event, saw)
 
 
 @rule("PL050")
-def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def backward_past_the_wrapper(witness: WitnessTrace) -> Iterator[Spot]:
     """Report a training that calls the inner module, and never the wrapper."""
-    witness = witnesses[0]
     if any(witness.events("grad")) or any(event.op == "all_reduce" for event in witness.events("coll")):
         return
     backwards = list(witness.events("backward"))
@@ -331,9 +326,8 @@ def backward_past_the_wrapper(witnesses: Sequence[WitnessTrace]) -> Iterator[Spo
 
 
 @rule("PL052")
-def optimizer_before_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def optimizer_before_shards(witness: WitnessTrace) -> Iterator[Spot]:
     """Report an optimizer that holds the parameters from before the model was sharded."""
-    witness = witnesses[0]
     made: list[TraceEvent] = []
     for item in witness.all_events:
         if item.kind == "optimizer":
@@ -353,9 +347,8 @@ def optimizer_before_shards(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]
 
 
 @rule("PL054")
-def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def frozen_after_wrapping(witness: WitnessTrace) -> Iterator[Spot]:
     """Report requires_grad that changes after DDP has counted the parameters."""
-    witness = witnesses[0]
     items = witness.all_events
     arms = [arm for item in witness.all_items if isinstance(item, BranchItem) for arm in item.arms]
     partly = {id(event.node) for arm in arms for event in events(arm, "requires_grad")}
@@ -379,8 +372,8 @@ def frozen_after_wrapping(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
 
 
 @rule("PL065", "warning")
-def data_parallel(witnesses: Sequence[WitnessTrace]) -> Iterator[Spot]:
+def data_parallel(witness: WitnessTrace) -> Iterator[Spot]:
     """Report DataParallel in a process that is one of several ranks."""
-    for event in witnesses[0].events("wrap"):
+    for event in witness.events("wrap"):
         if event.what == "dp" and event.started is True:
             yield at(event, "each rank would run on all devices of its node.")
