@@ -25,9 +25,7 @@ _POSITIONS = {
 }
 COLLECTIVES = {name: place for place, names in _POSITIONS.items() for name in names.split()}
 # Names of what is written, those of lists first.
-_WRITTEN = (
-    "gather_list object_gather_list tensor_list output_tensor_list object_list output_tensor output tensor"
-)
+_WRITTEN = "gather_list object_gather_list tensor_list output_tensor_list object_list output_tensor output"
 TRANSFERS = words("send recv isend irecv batch_isend_irecv P2POp")
 # What these get, they don't change, wrap or keep for training.
 _HARMLESS = words("""
@@ -128,7 +126,7 @@ def _collective(c: KnownCall) -> Value:
     group = c.pick(group_at, "group")
     end = "src" if c.name.startswith(("broadcast", "scatter")) else "dst"
     source = c.pick(source_at, end) if source_at >= 0 else None
-    out_name = next((name for name in _WRITTEN.split() if name in c.kwargs), "")
+    out_name = next((name for name in _WRITTEN.split() if name in c.kwargs), "tensor")
     out = c.pick(out_at, out_name) if out_at >= 0 else None
     data: dict[str, Any] = {"op": c.name, "group": group, "source": source, "via": "", "out": out}
     if c.name == "all_reduce":

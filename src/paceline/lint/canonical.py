@@ -7,10 +7,10 @@ from functools import cache
 # The first that a name starts with is the one.
 _SHORT = """
     distributed.elastic elastic, distributed.rpc rpc, distributed.nn dnn, distributed.distributed_c10d dist,
-    distributed.fsdp fsdp, distributed._composable fsdp, distributed.checkpoint dcp, distributed.device_mesh mesh,
+    distributed.fsdp fsdp, distributed._composable fsdp, distributed.checkpoint dcp,
     distributed._functional_collectives dnn, distributed.algorithms.join join, distributed.tensor dtensor,
-    distributed dist, utils.data data, nn.parallel parallel, nn.utils nnutils, nn.functional F, nn nn,
-    optim.lr_scheduler sched, optim optim, cuda.amp amp, amp amp, multiprocessing mp
+    distributed.device_mesh mesh, distributed dist, utils.data data, nn.parallel parallel, nn.utils nnutils,
+    nn.functional F, nn nn, optim.lr_scheduler sched, optim optim, cuda.amp amp, amp amp, multiprocessing mp
 """
 _PREFIXES = [(f"torch.{long}.", f"{short}.") for long, short in (pair.split() for pair in _SHORT.split(","))]
 _PREFIXES.append(("multiprocessing.", "mp."))
