@@ -10,20 +10,17 @@ from paceline.lint.values import Taint, Value, mix, unknown, words
 
 # Positions of the tensor that is written, of the group and of the source or destination.
 _POSITIONS = {
-    (
-        0,
-        2,
-        -1,
-    ): "all_reduce all_gather all_gather_into_tensor all_gather_object all_gather_coalesced all_to_all",
-    (0, 2, 1): "broadcast broadcast_object_list",
-    (0, 3, 1): "reduce",
-    (0, 3, 2): "scatter scatter_object_list",
-    (1, 3, 2): "gather gather_object",
-    (0, 3, -1): "reduce_scatter reduce_scatter_tensor",
-    (0, 4, -1): "all_to_all_single",
-    (-1, 0, -1): "barrier monitored_barrier",
+    "all_reduce all_gather all_gather_into_tensor all_gather_object all_gather_coalesced": (0, 2, -1),
+    "all_to_all": (0, 2, -1),
+    "broadcast broadcast_object_list": (0, 2, 1),
+    "reduce": (0, 3, 1),
+    "scatter scatter_object_list": (0, 3, 2),
+    "gather gather_object": (1, 3, 2),
+    "reduce_scatter reduce_scatter_tensor": (0, 3, -1),
+    "all_to_all_single": (0, 4, -1),
+    "barrier monitored_barrier": (-1, 0, -1),
 }
-COLLECTIVES = {name: place for place, names in _POSITIONS.items() for name in names.split()}
+COLLECTIVES = {name: place for names, place in _POSITIONS.items() for name in names.split()}
 # Names of what is written, those of lists first.
 _WRITTEN = "gather_list object_gather_list tensor_list output_tensor_list object_list output_tensor output"
 TRANSFERS = words("send recv isend irecv batch_isend_irecv P2POp")
