@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator
-from paceline.lint.scopes import Class, Function, Module, ScriptFrame, is_worth_unrolling, join_all
+from paceline.lint.scopes import Changes, Class, Function, Module, ScriptFrame, is_worth_unrolling, join_all
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent
 from paceline.lint.values import (
     UNKNOWN,
@@ -77,25 +77,25 @@ class Interpreter(Evaluator):
         self.trail.append((table, key, table.get(key, UNKNOWN)))
         table[key] = value
 
-    def _undo(self, mark: int) -> list[tuple[dict[str, Any], str, Any]]:
+    def _undo(self, mark: int) -> Changes:
         """Undo all changes since a mark; return the last value of each."""
-        last: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        last: Changes = {}
         while len(self.trail) > mark:
             table, key, old = self.trail.pop()
-            last.setdefault((id(table), key), (table, key, table.get(key, UNKNOWN)))
+            if (id(table), key) not in last:
+                last[id(table), key] = table, key, table.get(key, UNKNOWN)
             if old is UNKNOWN:
                 table.pop(key, None)
             else:
                 table[key] = old
-        return list(last.values())
+        return last
 
-    def _merge(self, sides: Sequence[list[tuple[dict[str, Any], str, Any]]], by: int, *, stays: bool) -> None:
+    def _merge(self, sides: Sequence[Changes], by: int, *, stays: bool) -> None:
         """Join the changes of several arms with what was before, if a path without changes remains."""
-        tables = {(id(table), key): (table, key) for side in sides for table, key, _ in side}
-        found = [{(id(table), key): value for table, key, value in side} for side in sides]
-        for place, (table, key) in tables.items():
+        changes = {place: change for side in sides for place, change in side.items()}
+        for place, (table, key, _) in changes.items():
             base = table.get(key, UNKNOWN)
-            values = [side.get(place, base) for side in found] + ([base] if stays else [])
+            values = [side[place][2] if place in side else base for side in sides] + [base] * stays
             self.set(table, key, join_all(key, values, by))
 
     # Events.
@@ -337,11 +337,7 @@ class Interpreter(Evaluator):
             self.frame.taint |= by
         if states:
             self.initialized = states[0] if len(set(states)) == 1 else None
-        if len(sides) == 1:
-            for table, key, value in sides[0]:
-                self.set(table, key, value)
-        else:
-            self._merge(sides, by, stays=False)
+        self._merge(sides, by, stays=False)
         self.out.append(branch)
         return ends
 
@@ -404,7 +400,7 @@ class Interpreter(Evaluator):
         found = self.into(loop.body, body)
         changes = self._undo(mark)
         sides = [changes] * bool(found & {"next", "continue", "break"}) + self.frame.pending[pending:]
-        for table, key, value in changes:
+        for table, key, value in changes.values():
             if table.get(key, UNKNOWN) is UNKNOWN:  # made in the loop: rounds are taken to happen
                 self.set(table, key, value)
         self._merge(sides, Taint.NONE, stays=True)
@@ -415,9 +411,9 @@ class Interpreter(Evaluator):
             return ends
         return ends | self.execute(otherwise)
 
-    def _forget(self, sides: list[list[tuple[dict[str, Any], str, Any]]]) -> None:
+    def _forget(self, sides: list[Changes]) -> None:
         for side in sides:
-            for table, key, value in side:
+            for table, key, value in side.values():
                 base = table.get(key, UNKNOWN)
                 if base is UNKNOWN or base is value:
                     continue

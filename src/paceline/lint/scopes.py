@@ -6,10 +6,13 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.lint.canonical import canonical
 from paceline.lint.values import UNKNOWN, Taint, Value, join
+
+# Tables and keys that have changed, each with its last value.
+Changes: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], str, Any]]
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class ScriptFrame:
         self.globals: set[str] = set()
         self.nonlocals: set[str] = set()
         self.taint = Taint.NONE  # of the conditions under which a part of the calls has returned
-        self.pending: list[list[tuple[dict[str, Any], str, Any]]] = []  # of paths that have left a loop or it
+        self.pending: list[Changes] = []  # of paths that have left a loop or it
         self.is_class = False
 
 
