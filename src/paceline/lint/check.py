@@ -7,7 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ _WORDS = re.compile(
     r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator|import paceline"
 )
 _SPAWNS = re.compile(r"\bspawn\(|\bProcess\(|\bstart_processes\(")
-_MOST_BYTES = 1_000_000
 _MOST_MEANT = 2  # further witnesses: ranks that a script names
 
 
@@ -55,17 +54,6 @@ class LintFinding:
     saw: str
     rule: str
     fix: str
-
-
-@lru_cache(maxsize=512)
-def _parse_file(path: Path) -> Module | None:
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return None
-        text = path.read_text(encoding="utf-8")
-        return Module(str(path), ast.parse(text, str(path)))
-    except (OSError, SyntaxError, ValueError, RecursionError, UnicodeDecodeError):
-        return None
 
 
 def concerns_ranks(text: str) -> bool:
@@ -120,9 +108,7 @@ def _run_all(tree: ast.Module, text: str, path: str) -> WitnessTrace:
 
 
 def _run_main(place: WitnessPlace, tree: ast.Module, path: str) -> Interpreter:
-    run = Interpreter(place, _parse_file)
-    run.entry = path
-    run.main = Module(path, tree)
+    run = Interpreter(place, Module(path, tree))
     run.run_module(run.main, is_main=True)
     return run
 

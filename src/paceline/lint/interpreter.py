@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from paceline.lint.values import (
 _MOST_CALLS = 14
 _MOST_UNROLLED = 16
 _MOST_MODULES = 30
+_MOST_BYTES = 1_000_000
 NEXT = frozenset({"next"})
 
 
@@ -43,18 +45,25 @@ def _list_files(root: str, name: str) -> tuple[str, ...]:
     return tuple(file for file in files if os.path.isfile(file))
 
 
+@lru_cache(maxsize=512)
+def _parse_file(path: str) -> ast.Module | None:
+    with suppress(OSError, SyntaxError, ValueError, RecursionError):
+        if os.path.getsize(path) < _MOST_BYTES:
+            return ast.parse(Path(path).read_text(encoding="utf-8"), path)
+    return None
+
+
 class Interpreter(Evaluator):
     """One witness.
 
     Args:
         place: where it runs.
-        load: gives the parsed file of a path, or None.
+        main: the script.
     """
 
-    def __init__(self, place: WitnessPlace, load: Callable[[Path], Module | None]) -> None:
+    def __init__(self, place: WitnessPlace, main: Module) -> None:
         super().__init__(place)
-        self.load = load
-        self.depth = 0
+        self.main = main
         self.is_quiet = False  # while a loop is walked to see what changes
         self.modules: dict[str, Module] = {}
         self.visited: set[int] = set()
@@ -63,9 +72,7 @@ class Interpreter(Evaluator):
         self.out = self.trace
         self.loops: tuple[int, ...] = ()
         self.conditions: list[int] = []
-        self.active: list[int] = []
-        self.entry = ""
-        self.main: Module
+        self.active: list[int] = []  # functions that are called
         self.environ = Value("environ")
         self.reads: set[str] = set()
         self.num_forks = 0
@@ -129,15 +136,15 @@ class Interpreter(Evaluator):
 
     def find_module(self, name: str, level: int) -> Module | None:
         """Return the module beside the script that an import means."""
-        roots = [os.path.dirname(self.frame.module.path), os.path.dirname(self.entry)]
+        roots = [os.path.dirname(self.frame.module.path), os.path.dirname(self.main.path)]
         for root in roots[:1] if level else roots:
             for file in _list_files(os.path.join(root, *[".."] * (level - 1)), name):
                 if file in self.modules:
                     return self.modules[file]
-                if len(self.modules) < _MOST_MODULES and (module := self.load(Path(file))) is not None:
-                    fresh = Module(file, module.tree)
-                    self.run_module(fresh, is_main=False)
-                    return fresh
+                if len(self.modules) < _MOST_MODULES and (tree := _parse_file(file)) is not None:
+                    module = Module(file, tree)
+                    self.run_module(module, is_main=False)
+                    return module
         return None
 
     # Statements.
@@ -488,7 +495,7 @@ class Interpreter(Evaluator):
         """Follow a call."""
         function: Function = value.ref
         definition: Any = function.node
-        if self.depth > _MOST_CALLS or id(definition) in self.active:
+        if len(self.active) > _MOST_CALLS or id(definition) in self.active:
             return unknown(deps=facts.deps_of(args))
         self.visited.add(id(definition))
         frame = ScriptFrame({}, function.module, function.frame)
@@ -496,7 +503,6 @@ class Interpreter(Evaluator):
         self._bind(frame, definition.args, [owner, *args] if owner is not None else list(args), kwargs)
         before = self.frame, self.conditions
         self.frame, self.conditions = frame, []
-        self.depth += 1
         self.active.append(id(definition))
         items: list[Item] = []
         body = definition.body
@@ -504,7 +510,6 @@ class Interpreter(Evaluator):
             body = [ast.copy_location(ast.Return(definition.body), definition.body)]
         ends = self.into(items, lambda: self.execute(body))
         self.frame, self.conditions = before
-        self.depth -= 1
         self.active.pop()
         self._merge(frame.pending, frame.taint, stays=True)
         self.out.append(CallItem(node, self.frame.module.path, items))
