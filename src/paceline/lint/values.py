@@ -104,7 +104,8 @@ class Value:
 
 def constant(const: Any, taint: int = Taint.NONE, **facts: Any) -> Value:
     """Return a known value."""
-    return Value(const=const, taint=taint, attrs={f"#{name}": fact for name, fact in facts.items()})
+    attrs = {f"#{name}": fact for name, fact in facts.items()} if facts else None
+    return Value("", const, taint, attrs=attrs)
 
 
 def unknown(taint: int = Taint.UNKNOWN, deps: Iterable[Value] = (), node: ast.AST | None = None) -> Value:
