@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.lint import facts, library
 from paceline.lint.evaluation import Evaluator
@@ -35,6 +35,7 @@ _MOST_UNROLLED = 16
 _MOST_MODULES = 30
 _MOST_BYTES = 1_000_000
 NEXT = frozenset({"next"})
+_Result = TypeVar("_Result")
 
 
 @lru_cache(maxsize=10_000)
@@ -115,7 +116,7 @@ class Interpreter(Evaluator):
         self.out.append(event)
         return event
 
-    def into(self, items: list[Item], do: Callable[[], Any]) -> Any:
+    def into(self, items: list[Item], do: Callable[[], _Result]) -> _Result:
         """Do something, and let what happens be recorded there."""
         before, self.out = self.out, items
         ends = do()
