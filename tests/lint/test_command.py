@@ -45,6 +45,27 @@ def test_nothing_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out) == (0, "Nothing to check: no word of distributed training in 1 file.\n")
 
 
+def test_scripts_whose_words_are_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = tmp_path / "trainer"
+    (package / "tools").mkdir(parents=True)
+    (package / "tools" / "comm.py").write_text("import torch.distributed as dist\nbarrier = dist.barrier\n")
+    (package / "tools" / "__init__.py").write_text("from . import comm\n")
+    on_rank_0 = "import os\nif os.environ['RANK'] == '0':\n   "
+    on_rank_0 = "import os\nif os.environ['RANK'] == '0':\n   "
+    scripts = {
+        package / "train.py": f"from .tools import (\n    comm,\n)\n{on_rank_0} comm.barrier()\n",
+        tmp_path / "short.py": f"import sys\nfrom trainer.tools import comm as c\n{on_rank_0} c.barrier()\n",
+        tmp_path / "second.py": f"from short import c\n{on_rank_0} c.barrier()\n",
+        tmp_path / "lines.py": f"from torch import (\n    distributed as d,\n)\n{on_rank_0} d.barrier()\n",
+        tmp_path / "ours.py": "import torch, paceline\nwith paceline.start() as world:\n"
+        "    trainer = paceline.Trainer(model)\n    if world.is_main:\n        trainer.save()\n",
+    }
+    for path, text in scripts.items():
+        path.write_text(text)
+        code, out, _ = lint(capsys, str(path))
+        assert (code, "[PL001]" in out) == (1, True), (path, out)
+
+
 def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(BAD))
     assert lint(capsys, "-")[0] == 1

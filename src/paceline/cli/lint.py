@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
             if 0 < finding.line <= len(lines):
                 print(f"    | {lines[finding.line - 1].strip()[:160]}")
             print(f"    {finding.rule}\n    Fix: {finding.fix}\n")
-        _print_sum(findings, len(sources), any(concerns_ranks(source.text) for source in sources))
+        _print_sum(
+            findings, len(sources), any(concerns_ranks(source.text, source.path) for source in sources)
+        )
     return 1 if any(finding.level in ("error", "warning") for finding in findings) else 0
 
 

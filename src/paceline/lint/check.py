@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, cast
 from paceline.codes import read_pages
 from paceline.lint.evaluation import GaveUp
 from paceline.lint.facts import KnownCall
-from paceline.lint.interpreter import Interpreter
+from paceline.lint.interpreter import Interpreter, list_files
 from paceline.lint.library import instantiate
 from paceline.lint.rules import CHECKS, RULES, WitnessTrace
 from paceline.lint.rules.rule import Level
@@ -22,10 +24,17 @@ from paceline.lint.scopes import Module, ScriptFrame
 from paceline.lint.sources import LintSettings, ScriptSource, read_ignores, read_settings
 from paceline.lint.values import WITNESSES, Value, WitnessPlace, unknown
 
-# A file without any of these words has nothing to do with ranks.
+# Without one of these words, in it or in a module beside it that it imports, a file is not about ranks.
 _WORDS = re.compile(
-    r"torch\.distributed|from torch import .*distributed|DataParallel|Accelerator|import paceline"
+    r"torch\.distributed|from torch import [(\w\s,]*\bdistributed|DataParallel|Accelerator"
+    r"|^\s*(?:import|from)\b.*\bpaceline\b",
+    re.M,
 )
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import\b[ \t]*(\([\w,\s]*|[\w, \t]*)|import[ \t]+([\w., \t]+))",
+    re.M,
+)
+_UNCONCERNED: set[str] = set()  # files known to have no such word, nor what they import
 _SPAWNS = re.compile(r"\bspawn\(|\bProcess\(|\bstart_processes\(")
 _MOST_MEANT = 2  # further witnesses: ranks that a script names
 
@@ -56,9 +65,24 @@ class LintFinding:
     fix: str
 
 
-def concerns_ranks(text: str) -> bool:
-    """Return whether a file has a word of distributed training."""
-    return _WORDS.search(text) is not None
+def concerns_ranks(text: str, path: str) -> bool:
+    """Return whether a file, or a module beside it that it imports, has a word of distributed training."""
+    ahead, met = [(text, os.path.abspath(path))], set[str]()
+    while ahead and ahead[0][1] not in _UNCONCERNED:
+        text, place = ahead.pop()
+        if _WORDS.search(text):
+            return True
+        for dots, base, names, plain in _IMPORT.findall(text):
+            folder = os.path.join(os.path.dirname(place), *[".."] * (len(dots) - 1))
+            for name in plain.split(",") if plain else ["", *names.lstrip("(").split(",")]:
+                full = f"{base}.{name.split()[0] if name.strip() else ''}".strip(".")
+                for file in {*list_files(folder, full), *list_files(os.path.dirname(path), full)}:
+                    if file not in met and file not in _UNCONCERNED:
+                        met.add(file)
+                        with suppress(OSError, UnicodeDecodeError):
+                            ahead.append((Path(file).read_text(encoding="utf-8"), file))
+    _UNCONCERNED.update(met)
+    return False
 
 
 def check_text(text: str, path: str) -> list[LintFinding]:
@@ -67,7 +91,7 @@ def check_text(text: str, path: str) -> list[LintFinding]:
     Raises:
         SyntaxError: it is no Python.
     """
-    if not concerns_ranks(text):
+    if not concerns_ranks(text, path):
         return []
     was_enabled = gc.isenabled()
     gc.disable()  # a third of the time, for nothing: almost all is kept until the end
@@ -180,7 +204,7 @@ def check_sources(sources: Sequence[ScriptSource]) -> list[LintFinding]:
 
 def _check_source(source: ScriptSource) -> list[LintFinding]:
     if source.problem:
-        is_told = not source.text or concerns_ranks(source.text)
+        is_told = not source.text or concerns_ranks(source.text, source.path)
         return [_own(source, 1, 1, "PL097", "warning", f"it cannot be read: {source.problem}.")] * is_told
     try:
         findings = check_text(source.text, source.path)

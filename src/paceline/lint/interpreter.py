@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 
 @lru_cache(maxsize=10_000)
-def _list_files(root: str, name: str) -> tuple[str, ...]:
+def list_files(root: str, name: str) -> tuple[str, ...]:
     """Return the files that a module of a folder may be in."""
     path = os.path.normpath(os.path.join(root, *name.split(".")))
     files = (path + ".py", os.path.join(path, "__init__.py"))[not name :]
@@ -139,7 +139,7 @@ class Interpreter(Evaluator):
         """Return the module beside the script that an import means."""
         roots = [os.path.dirname(self.frame.module.path), os.path.dirname(self.main.path)]
         for root in roots[:1] if level else roots:
-            for file in _list_files(os.path.join(root, *[".."] * (level - 1)), name):
+            for file in list_files(os.path.join(root, *[".."] * (level - 1)), name):
                 if file in self.modules:
                     return self.modules[file]
                 if len(self.modules) < _MOST_MODULES and (tree := _parse_file(file)) is not None:
