@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import traceback
 from types import ModuleType
 
-# The words of gloo, NCCL and the store for a peer that has gone.
-_PEER_GONE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-    "connectfullmesh failed",
-    "application timeout caused pair closure",
-    "timed out waiting",
-    "wait timeout",
-    "failed to recv",
-    "nccl communicator was aborted",
+# The words of gloo, NCCL and the store for a peer that has gone, in a RuntimeError or an error of torch. The
+# same words in others, such as ConnectionRefusedError, are about sockets, pipes and locks of the script.
+_PEER_GONE = re.compile(
+    r"^(RuntimeError|torch\.[\w.]+): .*"
+    r"(connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited"
+    r"|connectfullmesh failed|application timeout caused pair closure|timed out waiting|wait timeout"
+    r"|failed to recv|nccl communicator was aborted)",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
 _MANY_CAUSES = 10
 
@@ -109,6 +104,5 @@ def comes_from_lost_peer(error: BaseException) -> bool:
 
 
 def has_lost_peer(words: str) -> bool:
-    """Return whether an error reports that another rank has ended."""
-    words = words.lower()
-    return any(phrase in words for phrase in _PEER_GONE)
+    """Return whether an error, with its name, reports that another rank has ended."""
+    return _PEER_GONE.search(words) is not None

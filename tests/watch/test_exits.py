@@ -7,6 +7,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.watch.protocol.words import own_frames
@@ -75,6 +76,21 @@ def test_an_error_raised_from_a_lost_peer_has_lost_it():
     assert not describe_ending(0, error).follower
     error.__cause__ = RuntimeError("Connection reset by peer")
     assert describe_ending(0, error).follower
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(111, "Connection refused"),  # a download
+        BrokenPipeError(32, "Broken pipe"),  # a subprocess that has ended
+        ConnectionResetError(104, "Connection reset by peer"),  # a worker of the script's own
+        TimeoutError("timed out waiting for the lock file"),
+    ],
+)
+def test_a_scripts_own_connections_and_locks_are_no_peers(error):
+    assert not describe_ending(0, error).follower
+    for torchs in (dist.DistNetworkError, dist.DistStoreError):
+        assert describe_ending(0, torchs(str(error))).follower
 
 
 def test_an_error_that_can_not_be_reported_is_reported_by_name():
