@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from paceline.launching.members.pulse import read_record
+from paceline.launching.members.shared_folder import SharedFolder
 from tests.dist.pool import Pool
 from tests.launching.launched import Launched, paceline_run, script
 from tests.launching.nodes import Nodes, why_no_nodes
@@ -57,6 +60,38 @@ def test_a_port_that_another_program_has_is_reported(tmp_path: Path) -> None:
             assert job.wait(60) == 2, job.text
             assert "what listens there does not answer as the store of a job" in job.text
             assert "[PL381]" in job.text
+
+
+@pytest.mark.slow
+def test_a_launcher_that_stands_still_while_a_round_forms_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Number 0 stops once it has joined, 3 s before the round is complete and 6 s before it is lost."""
+    meeting = ["--rdzv-backend", "folder", "--rdzv-endpoint", str(tmp_path / "meeting"), "--rdzv-id", "j"]
+    meeting += ["--local-addr", "127.0.0.1", "--nnodes", "1:4", "--max-restarts", "3"]
+    meeting += ["--detect-s", "6", "--rdzv-conf", "last_call_timeout=12"]
+    command = paceline_run(*meeting, script("steps.py"), str(tmp_path))
+    store, jobs, joined_s = SharedFolder(tmp_path / "meeting", "j"), dict[str, Launched](), 0.0
+    with ExitStack() as stack:
+        for node in range(3):
+            job = stack.enter_context(Launched(tmp_path / str(node), command))
+            end_s = time.monotonic() + 60
+            while not (new := read_record(store.read()).numbers.keys() - jobs.keys()):
+                assert time.monotonic() < end_s, job.text
+                time.sleep(0.05)
+            joined_s = time.monotonic()
+            jobs[new.pop()] = job
+        first = jobs.pop(min(jobs))
+        time.sleep(joined_s + 9 - time.monotonic())
+        for process in first.processes():
+            process.suspend()
+        assert not read_record(store.read()).is_complete
+        for job in jobs.values():
+            job.wait_for("round 1 on 3 nodes", 30)
+            job.wait_for("round 2 on 2 nodes", 15)
+        steps = tmp_path / "steps.jsonl"
+        end_s = time.monotonic() + 30
+        while not steps.exists() or json.loads(steps.read_text().splitlines()[0])["size"] != 2:
+            assert time.monotonic() < end_s, [job.text for job in jobs.values()]
+            time.sleep(0.1)
 
 
 @pytest.mark.slow

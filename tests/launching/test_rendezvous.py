@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from paceline.errors import PacelineError
-from paceline.launching.elastic.members import StoreRendezvous
+from paceline.launching.elastic.members import Formed, StoreRendezvous
 from paceline.launching.members.pulse import read_record
 from paceline.launching.members.record import JobNode, Terms
 from paceline.launching.members.waits import Waits
@@ -41,9 +43,11 @@ class Launcher:
     def meet(self) -> tuple[int, int]:
         """Return this node's number in the next round, and the number of nodes."""
         found = self.rendezvous.next_rendezvous()
-        assert found.bootstrap_store_info is not None
-        found.store.set(f"here-{found.rank}", b"yes")
-        found.store.get("here-0")
+        where = found.bootstrap_store_info
+        assert where is not None
+        place, timeout = (where.master_addr, where.master_port), timedelta(seconds=20)
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timeout)
+        store.set(f"here-{found.rank}", b"yes")
         return found.rank, found.world_size
 
 
@@ -177,3 +181,32 @@ def test_a_wait_ends_with_its_reason_or_a_signal(pool: ThreadPoolExecutor) -> No
     assert isinstance(found.exception(5), RendezvousClosedError)
     for launcher in (cut, waiting):
         launcher.rendezvous.leave()
+
+
+def test_a_node_that_stands_still_while_a_round_forms_keeps_no_other_waiting(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """It is number 0, and learns of the round only when the other has gone on without it."""
+    disk, terms, stands, goes_on = Disk(), Terms(1, 2), threading.Event(), threading.Event()
+    a, b = (Launcher(disk, name, terms) for name in "ab")
+
+    def stand_still(formed: Formed) -> None:
+        stands.set()
+        goes_on.wait(40)
+
+    a.rendezvous._report = stand_still  # type: ignore[method-assign]
+    still = pool.submit(a.meet)
+    try:
+        assert pool.submit(b.rendezvous.next_rendezvous).result(15).rank == 1
+        assert stands.wait(15)
+        a.link.fault = "cut"
+        assert b.rendezvous.await_news(15)
+        assert b.rendezvous.lost
+        assert b.meet() == (0, 1)
+    finally:
+        a.link.fault = ""
+        goes_on.set()
+    assert still.result() == (0, 2)
+    await_true(lambda: a.rendezvous.lost)
+    for launcher in (a, b):
+        launcher.rendezvous.shutdown()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,26 @@ def forget_store(handler: RendezvousHandler) -> None:
         set_existing(handler, "_shared_tcp_store_server", None)
 
 
+def fill_store(first: tuple[str, int], nodes: Sequence[tuple[str, int]]) -> Store:
+    """Return a store of this process with all that torch's agents tell each other before ranks start.
+
+    Args:
+        first: address and port of the store on node number 0.
+        nodes: role and number of ranks of each node, in the order of their numbers.
+    """
+    store = HashStore()
+    store.set("MASTER_ADDR", first[0])
+    store.set("MASTER_PORT", str(first[1]))
+    for number, (role, size) in enumerate(nodes):
+        info = {"role": role, "rank": number, "local_world_size": size}
+        parts = [nodes[:number], nodes]
+        of_role = [[node for node in part if node[0] == role] for part in parts]
+        ranks = [sum(size for _, size in part) for part in (*parts, *of_role)]
+        store.set(f"torchelastic/role_info/{number}", json.dumps(info))
+        store.set(f"torchelastic/assigned_ranks/{number}", json.dumps(ranks))
+    return store
+
+
 class Rounds(DynamicRendezvousHandler):
     """torch's dynamic rendezvous over a state that the caller holds, with a store for each round.
 
@@ -56,7 +77,7 @@ class Rounds(DynamicRendezvousHandler):
         state: reads and writes the state.
         pause: waits for a moment between two readings; may raise an error.
         may_join: whether this node may end the round that runs, to join the next one.
-        open_store: returns the store of the round that was just completed.
+        open_store: returns `fill_store` of the round that was completed, and on number 0 its ranks' store.
     """
 
     def __init__(
@@ -69,7 +90,7 @@ class Rounds(DynamicRendezvousHandler):
         *,
         pause: Callable[[], None],
         may_join: Callable[[], bool],
-        open_store: Callable[[], tuple[Store, TCPStore]],
+        open_store: Callable[[], tuple[Store, TCPStore | None]],
     ) -> None:
         timeout = RendezvousTimeout(join=timedelta(seconds=join_s))
         settings = RendezvousSettings(run_id, *nodes, timeout, timedelta(days=1), 1)
@@ -87,7 +108,7 @@ class Rounds(DynamicRendezvousHandler):
         found, self._server = self._open_store()
         return found
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore | None:
         return self._server
 
 

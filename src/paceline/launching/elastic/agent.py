@@ -141,25 +141,14 @@ class _Agent(SteppedAgent):
         self._members = handler if isinstance(handler, StoreRendezvous) else None
 
     def meet(self, group: WorkerGroup) -> None:
-        handler = group.spec.rdzv_handler
-        self._meet_until_complete(group)
-        if handler.get_backend() == "static" and self._rounds.number >= 0:
+        try:
+            super().meet(group)
+        except (RuntimeError, RendezvousClosedError):
+            if self._rounds.asked is not None:
+                raise SignalException("asked", sigval=signal.Signals(self._rounds.asked)) from None
+            raise
+        if group.spec.rdzv_handler.get_backend() == "static" and self._rounds.number >= 0:
             self._renew_static_store(group)
-
-    def _meet_until_complete(self, group: WorkerGroup) -> None:
-        members = self._members
-        while True:
-            try:
-                super().meet(group)
-                return
-            except (RuntimeError, RendezvousClosedError):
-                if self._rounds.asked is not None:
-                    raise SignalException("asked", sigval=signal.Signals(self._rounds.asked)) from None
-                # A node of the new round may be lost before all have read their numbers from its store.
-                if members is None or members.is_closed() or not members.await_news(members.detection_s):
-                    raise
-                if members.lost and not members.is_elastic:
-                    raise _build_loss_error(members) from None
 
     def _renew_static_store(self, group: Any) -> None:
         """Open a new store on node 0 for each restart: a static rendezvous has only one store."""
@@ -173,7 +162,7 @@ class _Agent(SteppedAgent):
         self._rounds.begin()
         place = group.group_rank, group.group_world_size, group.master_addr, group.master_port
         # A node that has come back has not counted the starts before.
-        number = self._rounds.number if self._members is None else self._members.round
+        number = self._rounds.number if self._members is None else self._members.formed_round
         self._rounds.on_start(*place, number)
         return super().start_ranks(group)
 

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -35,12 +34,11 @@ from paceline.launching.members.pulse import DONE, Pulse, change_record
 from paceline.launching.members.record import JobNode, Record, Terms
 from paceline.launching.members.reports import explain_lost_store, explain_store, explain_wait
 from paceline.launching.members.waits import Waits
-from paceline.torch_seams.elastic import Rounds
+from paceline.torch_seams.elastic import Rounds, fill_store
 
 log = logging.getLogger(__name__)
 
 _FINISH_S = 300.0  # as torchelastic's exit barrier
-_STORE_S = 20.0
 _PAUSE_S = 0.1
 _LEFT = "it was asked to leave"
 
@@ -132,8 +130,7 @@ class StoreRendezvous(RendezvousHandler):
                 open_store=self._open_round_store,
             )
         # The node that becomes number 0 hosts the round's store.
-        timeout = timedelta(seconds=_STORE_S)
-        own = TCPStore(self._me.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        own = TCPStore(self._me.address, 0, is_master=True, wait_for_workers=False)
         self._own, self._state.me = own, replace(self._me, port=own.port)
         try:
             return self._rounds.next_rendezvous()
@@ -150,7 +147,7 @@ class StoreRendezvous(RendezvousHandler):
         """End this node's part; if its ranks have not succeeded, end the job for all nodes."""
         if not self._has_finished:
             self._end_job("failed")
-        self._leave()
+        self.leave()
         return True
 
     # ---- for the agent
@@ -166,11 +163,6 @@ class StoreRendezvous(RendezvousHandler):
     def lost(self) -> bool:
         """Whether the round is over because a node is lost."""
         return self.news is not None and self._lost
-
-    @property
-    def round(self) -> int:
-        """The number of the latest round, the same on all of its nodes."""
-        return self.formed_round
 
     @property
     def has_room(self) -> bool:
@@ -215,10 +207,6 @@ class StoreRendezvous(RendezvousHandler):
 
         self._change(change)
 
-    def leave(self) -> None:
-        """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
-        self._leave()
-
     def finish(self) -> None:
         """Wait until the ranks of the other nodes have succeeded too, or their nodes are lost."""
         assert self._pulse is not None
@@ -247,7 +235,7 @@ class StoreRendezvous(RendezvousHandler):
 
         self._change(change)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Take this node out of the record; the node with the store waits until the others have read it."""
 
         def change(record: Record) -> bool:
@@ -312,8 +300,11 @@ class StoreRendezvous(RendezvousHandler):
             error.exit_code = 1
         return error
 
-    def _open_round_store(self) -> tuple[Store, TCPStore]:
-        """Note the round that was formed, and open its store."""
+    def _open_round_store(self) -> tuple[Store, TCPStore | None]:
+        """Note the round that was formed; return what torch's agents exchange, and its store if that is here.
+
+        The record has all of it, so no launcher waits for another one, which may be lost meanwhile.
+        """
         record = self._state.record
         formed = Formed(record.round, tuple(record.members))
         first = formed.nodes[0]
@@ -322,15 +313,10 @@ class StoreRendezvous(RendezvousHandler):
             self._record, self._newcomers = record, ([], 0.0)
             self.formed_round, self.is_meeting = formed.round, False
         self._report(formed)
-        if first.key == self._me.key:
-            server = self._own
-        else:
-            timeout = timedelta(seconds=_STORE_S)
-            server = TCPStore(
-                first.address, first.port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+        server = self._own if first.key == self._me.key else None
         del self._own
-        return PrefixStore(f"torchelastic/{formed.round}", server), server
+        ranks = [(node.role, node.nproc) for node in formed.nodes]
+        return fill_store((first.address, first.port), ranks), server
 
     def _report(self, formed: Formed) -> None:
         count = len(formed.nodes)
@@ -427,6 +413,6 @@ class StoreRendezvous(RendezvousHandler):
             threading.Thread(target=self._on_loss, name="paceline-loss", daemon=True).start()
 
 
-def build_node(address: str, nproc: int, folder: str) -> JobNode:
+def build_node(address: str, nproc: int, role: str, folder: str) -> JobNode:
     """Return this launcher, as the others know it."""
-    return JobNode(secrets.token_hex(8), socket.gethostname(), address, nproc=nproc, folder=folder)
+    return JobNode(secrets.token_hex(8), socket.gethostname(), address, nproc=nproc, role=role, folder=folder)

@@ -86,7 +86,7 @@ def build_rendezvous(
             _open_store(config),
             Terms(*nodes, dict(meeting.code)),
             meeting.waits,
-            build_node(config.local_addr or "localhost", config.nproc_per_node, meeting.folder),
+            build_node(config.local_addr or "localhost", config.nproc_per_node, config.role, meeting.folder),
             is_elastic=nodes[0] < nodes[1] or config.max_restarts > 0,
             on_loss=on_loss,
             hold=hold,

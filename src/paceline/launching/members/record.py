@@ -28,7 +28,7 @@ class JobNode:
         address: where other nodes reach it.
         since: the round in which it first asked to take part; it gives the order of nodes.
         port: of the store that it has ready for the next round, should it become number 0.
-        nproc: its number of ranks.
+        nproc, role: the number of its ranks, and their `--role`.
         folder: number by which its disk knows the script's working folder; "" if that does not matter.
     """
 
@@ -38,6 +38,7 @@ class JobNode:
     since: int = 0
     port: int = 0
     nproc: int = 0
+    role: str = ""
     folder: str = ""
 
     def __str__(self) -> str:
@@ -181,5 +182,6 @@ def _check(record: Record) -> None:
     if not all(name in record.nodes for name in named):
         raise ValueError("a node")
     for node in record.nodes.values():
-        if not all(isinstance(text, str) for text in (node.key, node.name, node.address, node.folder)):
+        texts = node.key, node.name, node.address, node.role, node.folder
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError("a text")
