@@ -16,6 +16,7 @@ from paceline.errors import PacelineError
 from paceline.launching.elastic.members import Formed, StoreRendezvous
 from paceline.launching.members.pulse import read_record
 from paceline.launching.members.record import JobNode, Terms
+from paceline.launching.members.store import StoreError
 from paceline.launching.members.waits import Waits
 from tests.launching.members.simulated import Disk, Link
 
@@ -210,3 +211,29 @@ def test_a_node_that_stands_still_while_a_round_forms_keeps_no_other_waiting(
     await_true(lambda: a.rendezvous.lost)
     for launcher in (a, b):
         launcher.rendezvous.shutdown()
+
+
+def test_a_node_whose_joining_was_not_answered_ends_with_its_job(pool: ThreadPoolExecutor) -> None:
+    disk, terms = Disk(), Terms(2, 2)
+    a, b = (Launcher(disk, name, terms) for name in "ab")
+    first = pool.submit(a.meet)
+    await_true(lambda: disk.record and read_record(disk.record).numbers)
+    replace = b.link.replace
+    lost: list[bool] = []
+
+    def lose_first_answer(number: int, before: bytes | None, after: str) -> bool:
+        is_set = replace(number, before, after)
+        lost.append(is_set)
+        if lost == [True]:
+            raise StoreError("timed out")
+        return is_set
+
+    b.link.replace = lose_first_answer  # type: ignore[method-assign]
+    assert (b.meet(), first.result()) == ((1, 2), (0, 2))
+    a.rendezvous.shutdown()  # its ranks failed, and no restart is left
+    again = pool.submit(b.meet)
+    try:
+        assert isinstance(again.exception(10), RendezvousClosedError)
+    finally:
+        b.asked = True
+    b.rendezvous.shutdown()

@@ -49,7 +49,7 @@ class SharedState(RoundStateHolder):
     """
 
     def __init__(self, store: Store, me: JobNode, terms: Terms, waits: Waits, pause: Pause) -> None:
-        self._store, self._terms, self._waits, self._pause = store, terms, waits, pause
+        self._store, self.me, self._terms, self._waits, self._pause = store, me, terms, waits, pause
         self._text: bytes | None = None
         self._state = RoundState()
         self._is_dirty = self._has_joined = False
@@ -119,7 +119,8 @@ class SharedState(RoundStateHolder):
 
         while True:
             self._text, self.record = self._try(read)
-            if not self.record.ended or self._has_joined:
+            # It may have joined by a change whose answer was lost.
+            if not self.record.ended or self._has_joined or self.me.key in self.record.nodes:
                 return
             if not self.record.nodes:
                 self.record.ended, self.record.expected = "", []
