@@ -7,6 +7,7 @@ is over, leaves the round, joins the next one, and completes it. A step needs al
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.launching.members.pulse import Pulse, read_record
@@ -16,6 +17,8 @@ from paceline.launching.members.waits import Waits
 
 WAITS = Waits(detect_s=3.0)
 TICK_S = 0.1
+LATE_S = 3.0
+"""The mean time after which a call that is late takes effect."""
 
 
 @dataclass
@@ -30,16 +33,21 @@ class Link:
     """One launcher's access to the store.
 
     Attributes:
-        fault: "cut": nothing arrives; "lost answers": calls take effect and fail; "": none.
+        fault: "cut": nothing arrives; "lost answers": calls take effect and fail; "late": they fail, and take
+            effect some time later, in any order; "": none.
+        late: the calls that have yet to take effect.
     """
 
     name = "memory"
 
     def __init__(self, disk: Disk) -> None:
         self._disk, self.fault = disk, ""
+        self.late: list[Callable[[], object]] = []
 
-    def _reach(self) -> None:
-        if self.fault == "cut":
+    def _reach(self, effect: Callable[[], object] = lambda: None) -> None:
+        if self.fault == "late":
+            self.late.append(effect)
+        if self.fault in ("cut", "late"):
             raise StoreError("no route")
 
     def _answer(self) -> None:
@@ -47,8 +55,11 @@ class Link:
             raise StoreError("timed out")
 
     def beat(self, key: str, value: str) -> None:
-        self._reach()
-        self._disk.beats[key] = value.encode()
+        def store() -> None:
+            self._disk.beats[key] = value.encode()
+
+        self._reach(store)
+        store()
         self._answer()
 
     def read_beats(self, keys: list[str]) -> list[bytes | None]:
@@ -57,8 +68,11 @@ class Link:
         return [self._disk.beats.get(key) for key in keys]
 
     def end_beats(self, key: str) -> None:
-        self._reach()
-        self._disk.beats.pop(key, None)
+        def remove() -> None:
+            self._disk.beats.pop(key, None)
+
+        self._reach(remove)
+        remove()
         self._answer()
 
     def read(self) -> bytes | None:
@@ -67,10 +81,14 @@ class Link:
         return self._disk.record
 
     def replace(self, number: int, before: bytes | None, after: str) -> bool:
-        self._reach()
-        is_same = self._disk.record == before
-        if is_same:
-            self._disk.record = after.encode()
+        def change() -> bool:
+            is_same = self._disk.record == before
+            if is_same:
+                self._disk.record = after.encode()
+            return is_same
+
+        self._reach(change)
+        is_same = change()
         self._answer()
         return is_same
 
@@ -195,6 +213,12 @@ class World:
             self.now += TICK_S
             order = list(self.nodes)
             self.random.shuffle(order)
+            for link in [node.link for node in [*self.nodes, *self.old]]:
+                for effect in list(link.late):
+                    if self.random.random() < TICK_S / LATE_S:
+                        link.late.remove(effect)
+                        effect()
+                        self.check()
             for node in order:
                 node.turn(self.now)
                 self.check()
