@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
+from paceline.checkpoint.folder_names import list_checkpoints
 from paceline.checkpoint.manifest import read_manifest
 from paceline.data import build_data
 from paceline.recipe import parse_recipe
@@ -146,10 +147,10 @@ def test_killed_runs_go_on_with_other_numbers_of_ranks(tmp_path: Path, axis: str
     command += ["--set", "checkpoint.every=5"]
     subprocess.run([*command, "--out", str(tmp_path / "alone"), "--nproc", "1"], check=True, timeout=200)
     command += ["--out", str(tmp_path / "run"), "--set", f"layout.{axis}=auto"]
-    used = []
-    for number, num_ranks in enumerate((1, 2, 4, 3)):
+    used, step = [], 0
+    for num_ranks in (1, 2, 4, 3):
         with subprocess.Popen([*command, "--nproc", str(num_ranks)], start_new_session=True) as job:
-            wait_for_step(tmp_path / "run", 35 * (number + 1), job)
+            step = wait_for_step(tmp_path / "run", step + 35, job)
             processes = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
             for process in processes:
                 process.send_signal(signal.SIGKILL)
@@ -165,11 +166,11 @@ def test_killed_runs_go_on_with_other_numbers_of_ranks(tmp_path: Path, axis: str
     assert hash_of(tmp_path / "run") == hash_of(tmp_path / "alone")
 
 
-def wait_for_step(folder: Path, step: int, job: subprocess.Popen[bytes]) -> None:
+def wait_for_step(folder: Path, step: int, job: subprocess.Popen[bytes]) -> int:
+    """Wait for a checkpoint of this step or a later one; return its step."""
     deadline = time.monotonic() + 120
-    while not any(
-        (folder / "checkpoints" / f"step-{number:08d}").exists() for number in range(step, step + 31)
-    ):
+    while (newest := max(list_checkpoints(folder / "checkpoints"), default=0)) < step:
         assert job.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return newest
