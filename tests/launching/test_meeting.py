@@ -44,6 +44,7 @@ WAYS = {
     "static by endpoint": ["--node-rank", "{node}", "--rdzv-endpoint", "localhost:{port}"],
     "static without an address": ["--node-rank", "{node}"],
 }
+FIRST, *OTHERS = WAYS
 
 
 def run_both(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
@@ -73,12 +74,7 @@ def check_meets(folder: Path, way: str, launcher: Callable[..., list[str]]) -> N
         assert [group[0][3] for group in found] == ["0", "1"], "as --node-rank says"
 
 
-def test_two_launchers_meet(tmp_path: Path) -> None:
-    check_meets(tmp_path, "c10d by address", paceline_run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [FIRST, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
 def test_two_launchers_meet_in_torchruns_ways(way: str, tmp_path: Path) -> None:
     check_meets(tmp_path, way, paceline_run)
 
