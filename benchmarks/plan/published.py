@@ -180,6 +180,7 @@ def _make_costs(
         overlaps=not source.startswith(("Narayanan", "Megatron-LM README")),
         eager="compile" not in row["notes"],
         selective_again=0.5 if halves else 0.0,
+        scatters=row["source"].startswith(("Narayanan", "Megatron", "NeMo")),
     )  # fmt: skip
 
 

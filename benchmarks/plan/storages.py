@@ -1,13 +1,14 @@
 """Compares planned memory with the storages of tensors that real steps have at their fullest, on CPU ranks.
 
     python benchmarks/plan/storages.py [MODEL ...]     # measures the layouts that storages.jsonl lacks
-    python benchmarks/plan/storages.py --report        # plans all measured steps anew, and prints the table
+    python benchmarks/plan/storages.py --report        # plans all anew; writes residuals.csv
     python benchmarks/plan/storages.py --report all    # a line for each layout
 
 Each model is trained for three steps under every legal layout of 1 and 2 ranks (with each recompute), and
 those of 4 ranks that have several axes. In the third step, all storages that exist before it, and those that
 operations make, count as long as they live; the most at once is compared with the plan of the rank that has
-most, without the libraries. Models are small: only the arithmetic is tested.
+most, without the libraries. Models are small: only the arithmetic is tested. The tokens of mixtures choose
+their experts in turn, so that these are equally full.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 import weakref
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,8 @@ from torch.utils._pytree import tree_leaves
 import paceline
 from paceline.bench.traced import trace_costs
 from paceline.data.task import build_data
+from paceline.launching.local import launch
+from paceline.models.moe import Balance
 from paceline.plan.cluster import Cluster, Processor
 from paceline.plan.costs import ModelCosts
 from paceline.plan.demand import Demands
@@ -242,6 +247,15 @@ def measure_one(name: str, layout: str) -> float:
     gc.collect()
     before = Meter().total
     batches, given = _train_own(name, layout) if name in OWN else _train(MODELS[name], layout)
+    with patch.object(Balance, "forward", _choose_in_turn):
+        most = _find_most(batches)
+    most = torch.tensor(float(most - before - given))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+def _find_most(batches: Iterator[Callable[[], object]]) -> int:
+    """Return the most bytes in the third step."""
     next(batches)()
     gc.collect()
     with Meter() as meter:
@@ -250,9 +264,7 @@ def measure_one(name: str, layout: str) -> float:
         gc.collect()
         meter.most = meter.total
         step()
-    most = torch.tensor(float(meter.most - before - given))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(most)
+    return meter.most
 
 
 def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
@@ -274,6 +286,12 @@ def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], i
     return (partial(trainer.step, batch) for batch in loader), given
 
 
+def _choose_in_turn(_: Balance, chances: Tensor) -> Tensor:
+    """Return numbers by which all experts of a mixture get equally many tokens, as a plan takes it."""
+    tokens, experts = (torch.arange(size, device=chances.device) for size in chances.shape)
+    return -((experts - tokens[:, None]) % len(experts)).type_as(chances)
+
+
 def _train_own(name: str, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
     recipe = load_own(name, layout)
     before = Meter().total
@@ -286,6 +304,8 @@ def _train_own(name: str, layout: str) -> tuple[Iterator[Callable[[], object]], 
 
 def report(*, every: bool) -> None:
     """Print the error of each model's plans."""
+    from quantiles import write_residuals
+
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     left: dict[str, int] = defaultdict(int)
     demands: dict[tuple[str, int], Demands] = {}
@@ -302,6 +322,9 @@ def report(*, every: bool) -> None:
         if every:
             words = ", ".join(f"{term} {size / 1e6:.1f}" for term, size in demand.terms.items())
             print(f"{name:<8}{error:>+7.1%} of {row['bytes'] / 1e6:.1f} MB {row['layout']}: {words}")
+    write_residuals(
+        "storages", ((name, math.log1p(error)) for name, own in groups.items() for error, _ in own)
+    )
     print(f"{'model':<8}{'layouts':>8}{'median':>8}{'p90':>6}{'worst':>7}  under")
     for name, errors in [*groups.items(), ("all", [each for group in groups.values() for each in group])]:
         sizes = sorted(abs(error) for error, _ in errors)
@@ -320,7 +343,7 @@ def main(words: list[str]) -> None:
     for ranks, name in itertools.product(RANKS, words or [*OWN, *MODELS]):
         layouts = [each for each in list_layouts(name, ranks) if (name, ranks, each) not in done]
         if layouts:
-            paceline.launch(measure, ranks, (name, layouts), device="cpu", hang_after_s=None)
+            launch(measure, ranks, (name, layouts), hang_after_s=None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -187,6 +188,16 @@ def test_a_forward_that_looks_at_values_is_refused() -> None:
 
 def make_nothing() -> Any:
     raise ValueError("no")
+
+
+def make_an_end() -> Any:
+    sys.exit(3)
+
+
+def test_a_function_that_ends_the_process_is_refused() -> None:
+    with pytest.raises(PacelineError, match=r"make_an_end.*sys\.exit\(3\)") as found:
+        plan_module(f"{__name__}:make_an_end", f"{__name__}:make_nothing", 0, 1)
+    assert found.value.code == "PL934"
 
 
 @pytest.mark.parametrize("target", ["no_such_module:build", "math:no_such_name", "math:pi", "math"])

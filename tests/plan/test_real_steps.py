@@ -23,16 +23,30 @@ MORE = [
 ]
 
 
-def measure(world: Any, layouts: list[str]) -> list[float]:
-    return [measure_one("gpt", layout) for layout in layouts]
+MIXTURES = [
+    "dp_replicate=1 ep=2 cp=2",  # a mixture sees whole sequences, and its experts a part of the rows
+    "dp_replicate=1 cp=2 recompute=block",
+]
+
+
+def measure(world: Any, model: str, layouts: list[str]) -> list[float]:
+    return [measure_one(model, layout) for layout in layouts]
 
 
 @pytest.mark.parametrize(
-    "layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"]
+    ("model", "layouts"),
+    [
+        ("gpt", LAYOUTS),
+        pytest.param("gpt", MORE, marks=pytest.mark.slow),
+        pytest.param("moe", MIXTURES, marks=pytest.mark.slow),
+    ],
+    ids=["few", "more", "mixtures"],
 )
-def test_planned_memory_is_that_of_the_storages_of_a_step(ranks: Pool, layouts: list[str]) -> None:
-    measured = ranks.run(measure, 2, (layouts,), timeout_s=90)[0]
-    demands = Demands(describe("gpt", 2)[0], CLUSTER)
+def test_planned_memory_is_that_of_the_storages_of_a_step(
+    ranks: Pool, model: str, layouts: list[str]
+) -> None:
+    measured = ranks.run(measure, 2, (model, layouts), timeout_s=90)[0]
+    demands = Demands(describe(model, 2)[0], CLUSTER)
     for layout, num_bytes in zip(layouts, measured, strict=True):
         demand = demands.count(Layout.parse(layout).resolve(2))
         assert demand.total - demand.terms["libraries"] == pytest.approx(num_bytes, rel=0.05), layout

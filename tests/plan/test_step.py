@@ -9,6 +9,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan.quantiles import find_quantiles
+from paceline.pipeline.orders import make_schedule
+from paceline.pipeline.simulate import Costs as StageTimes
+from paceline.pipeline.simulate import simulate
 from paceline.plan.cluster import Cluster, Processor, Wire, read_cluster
 from paceline.plan.costs import ModelCosts, ModelPart, Product, Transformer, of_transformer
 from paceline.plan.fit import Constants, find_interval, load_constants, load_fit
@@ -126,6 +129,19 @@ def test_a_long_pipeline_is_continued_from_a_short_one() -> None:
         for num in (16, 17, 18)
     ]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("zero_bubble", 4)])
+def test_ranks_wait_for_slow_messages_of_every_microbatch(schedule: str, ranks: int) -> None:
+    num, block_s, link = 40, 64 * 512 * 512 * 2 / 1e12, 64 * 512 * 4
+    model = costs(ranks, microbatch=1, global_batch=num, clips=False, sizes=Sizes(num_moments=0))
+    chip = replace(CHIP, measured=((64.0, 512.0, 512.0, 4, 1e12),))
+    machine = replace(cluster(1, ranks, inside=link / (2 * block_s)), processor=chip)
+    layout = Layout(pp=ranks, dp_replicate=1, schedule=schedule)
+    step = StepModel(model, machine, PLAIN).time(layout)
+    whole = simulate(make_schedule(schedule, ranks, num), StageTimes(message=2)).total * block_s
+    assert step.total == pytest.approx(whole, rel=0.02)
+    assert step.bubble > num * block_s
 
 
 def test_stages_hold_all_blocks_once() -> None:

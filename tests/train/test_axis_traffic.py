@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.plan.recipe_costs import of_recipe
 from paceline.plan.step import cut_stages
-from paceline.plan.traffic import count_sent
+from paceline.plan.traffic import count_sent, list_part_calls
 from paceline.recipe import Layout
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import build_data, build_loader, build_trainer
@@ -146,6 +146,39 @@ def test_a_step_sends_over_cp_what_the_formulas_say(ranks: Pool, tmp_path: Path,
         assert planned == pytest.approx(sum(found.sent.values()) - gradients + summed)
 
 
+def count_passed(world: Any, table: dict[str, Any], layout: str) -> int:
+    """Return the bytes that this rank sends to other stages in a step."""
+    recipe = parse_recipe(table, [f"layout.{word}" for word in layout.split()])
+    data = build_data(recipe)
+    trainer = build_trainer(recipe, data, 1)
+    shares = iter(build_loader(recipe, trainer, data.train, train=True))
+    for _ in range(2):  # the first one has trial forwards, the second one sends the order of dimensions
+        trainer.step(next(shares))
+    sent, send = [0], dist.isend
+
+    def isend(tensor: Tensor, *args: Any, **words: Any) -> Any:
+        sent[0] += tensor.nbytes
+        return send(tensor, *args, **words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", isend)
+        trainer.step(next(shares))
+    trainer.close()
+    return sent[0]
+
+
+def test_a_step_sends_gradients_of_tied_embeddings_over_pp(ranks: Pool, tmp_path: Path) -> None:
+    """The last stage, with the gradient of each microbatch; the first one sends their sum back."""
+    table = {**recipe_table(tmp_path, "fp32"), "model": GPT}
+    table["train"] |= {"microbatch_size": 5, "reduction": "fast"}
+    first, last = ranks.run(count_passed, 2, (table, "pp=2"))
+    costs, layout = of_recipe(parse_recipe(table)), Layout.parse("pp=2").close()
+    weight, num_microbatches = costs.before.num_parameters * FLOAT, 4  # 5, 5, 5 and 1 samples
+    assert (first, last) == (whole_bytes(16) + weight, whole_bytes(16) + num_microbatches * weight)
+    planned = count_sent(costs, layout, cut_stages(costs, layout))["pp"]
+    assert planned == pytest.approx(last, rel=0.2)  # the last microbatch counts as the part of a whole one
+
+
 @pytest.mark.parametrize(
     ("layout", "samples"), [("cp=2 ep=2", [16, 16]), ("dp_replicate=2 cp=2 ep=4", [10, 10, 6, 6])]
 )
@@ -158,6 +191,7 @@ def test_a_step_sends_over_ep_and_cp_what_the_formulas_say(
     m, n, d = 2, 2, len(samples) // 2
     found = ranks.run(count_step, len(samples), (table, layout))
     row = HIDDEN * FLOAT
+    mixture = of_recipe(parse_recipe(table)).blocks[-1]
     for (own, gradients, replicated), num_samples in zip(found, samples, strict=True):
         whole, rounds = whole_bytes(num_samples), 4 if d == 1 else 2
         assert own.sent["cp parts"] == 2 * LAYERS * (n - 1) * 4 * whole // n // n
@@ -170,6 +204,11 @@ def test_a_step_sends_over_ep_and_cp_what_the_formulas_say(
             assert own.sent["ep counts"] == rounds * 8 * NUM_EXPERTS // m * (d - 1) // d
             assert own.messages["ep rows"] == 4 * rounds
             assert own.sent["dp gradients"] == replicated, "experts have no copies here"
+        if num_samples == 16:
+            calls = list(list_part_calls(mixture, Layout.parse(layout).close(), 16, repeats=False))
+            planned = sum(call.sent_bytes for call in calls if call.axis == "cp")
+            alike = own.sent["cp parts"] / LAYERS + own.sent["cp whole"] / 2 + own.sent["cp rows"]
+            assert planned == pytest.approx(alike, rel=0.15), "of one block with a mixture"
         over_cp, over_others = (
             ("parts", "whole", "gradients", "rows"),
             ("ep counts", "ep rows", "dp gradients"),

@@ -40,6 +40,8 @@ from paceline.train.building import call_model
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 _FREE = {"view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach",
          "_unsafe_view", "alias", "as_strided", "split", "reshape", "empty", "unbind", "chunk"}  # fmt: skip
+# Operations whose backward needs what they returned.
+_KEEP_RESULTS = {"_softmax", "relu", "tanh", "sigmoid"}
 _MOST_TP = 8
 
 
@@ -56,7 +58,10 @@ def plan_module(target: str, batch: str, global_batch: int, num_ranks: int) -> t
         PacelineError: PL934 for functions that are not there or fail and for a model without a trained
             parameter, PL938 for a forward that needs numbers, PL939 for a batch without samples to count.
     """
-    model, example = _call_function(target, "meta"), _call_function(batch, "cpu")
+    try:
+        model, example = _call_function(target, "meta"), _call_function(batch, "cpu")
+    except SystemExit as error:
+        raise _refuse_function(f"{target} or {batch}", f"it calls sys.exit({error.code!r})") from error
     if not isinstance(model, nn.Module):
         raise _refuse_function(target, f"it returned {type(model).__name__}, not an nn.Module")
     samples = _count_samples(example, batch)
@@ -249,7 +254,9 @@ class _Sums:
     matrices: float = 0
     summed: float = 0
     joined: dict[int, float] = field(default_factory=dict)
-    largest: float = 0
+    largest: float = 0  # of results that no product makes
+    last: tuple[int, int] = (-1, 0)  # number of the last one of that size, and of its factors
+    learned: set[int] = field(default_factory=set)  # what products keep for gradients of their weights
     keys: float = 0
 
 
@@ -333,6 +340,8 @@ class _Reader:
         if op.name in _PRODUCTS:
             product, left = self._read_product(op, sources), op.inputs[-2]
             sums.products.append(product)
+            if product.learns:
+                sums.learned.add(sources.get(left, left))
             if product.by == "columns":
                 sums.joined[sources.get(left, left)] = self._size(left)
             if product.by in ("columns", "heads"):
@@ -358,7 +367,10 @@ class _Reader:
             sums.moved_whole += num_bytes
         else:
             sums.moved += num_bytes
-        sums.largest = max(sums.largest, *(self._size(number) for number in op.outputs))
+        size, number = max((self._size(each), each) for each in op.outputs)
+        if size >= sums.largest:
+            factors = sum(self._size(given) == size for given in op.inputs)
+            sums.largest, sums.last = size, (-1 if op.name in _KEEP_RESULTS else number, factors)
 
     def _size(self, number: int) -> float:
         return math.prod(self.trace.shapes[number]) * self.trace.dtypes[number].itemsize
@@ -422,7 +434,8 @@ class _Reader:
             kept=Kept(sums.kept / n, (sums.kept_whole - joined) / n, joined / n),
             kept_selective=few,
             input_bytes=width,
-            work_bytes=2 * sums.largest / n,
+            # Its gradient and those of its factors, less itself, unless somebody else keeps it.
+            work_bytes=(sums.last[1] + (sums.last[0] not in sums.learned)) * sums.largest / n,
             width_bytes=width,
             key_bytes=sums.keys / n,
             num_sums=2 if is_block and self.plan is not None else 0,

@@ -25,6 +25,7 @@ class Costs:
         forward, input, weight: by stage, or one number for all.
         backward: of a whole one, in the same way; default: `input + weight`.
         message: from one rank to another.
+        back: the same of gradients; default: `message`.
         activations: of one microbatch by stage, in any unit.
     """
 
@@ -33,6 +34,7 @@ class Costs:
     weight: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] | None = None
     message: Time = 0
+    back: Time | None = None
     activations: float | Sequence[float] = 1
 
     def list_durations(self, num_stages: int) -> dict[ActionKind, list[Time]]:
@@ -107,6 +109,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     costs = costs or Costs()
     durations, message = costs.list_durations(schedule.num_stages), costs.message
+    back = message if costs.back is None else costs.back
     done: list[Time | None] = [None] * (1 + 2 * schedule.num_stages * schedule.num_microbatches)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     places = [0] * schedule.num_ranks
@@ -116,14 +119,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         moved = False
         for rank, own in enumerate(schedule.waits):
             for action, result, needed in own[places[rank] :]:
-                start = free[rank]
+                start, way = free[rank], message if action.kind is ActionKind.FORWARD else back
                 arrived = True
                 for number, crosses in needed:
                     time = done[number]
                     if time is None:
                         arrived = False
                         break
-                    start = max(start, time + message if crosses else time)
+                    start = max(start, time + way if crosses else time)
                 if not arrived:
                     break
                 free[rank] = done[result] = start + durations[action.kind][action.stage]

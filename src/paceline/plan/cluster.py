@@ -136,19 +136,17 @@ class Cluster:
         wire = self.inside if nodes == 1 else self.between
         assert wire is not None
         shares = BUS_FACTORS.get(operation, BUS_FACTORS["all_gather"])(degree) * num_bytes
-        rate = wire.bytes_per_s * (1 if nodes == 1 else inside)
-        steps = (degree - 1) if nodes == 1 else (nodes - 1)
-        if operation == "all_reduce":
-            steps = 2 * math.ceil(math.log2(steps + 1))  # small sums go along trees
-        alpha_s = steps * wire.alpha_s
-        if nodes > 1 and inside > 1 and self.inside is not None:
-            rate = min(rate, self.inside.bytes_per_s)
-            alpha_s += (inside - 1) * self.inside.alpha_s
+        near = self.inside if nodes > 1 and inside > 1 else None
         if operation in wire.calls:
-            empty_s, bus = wire.calls[operation]
-            # What was measured was a group of all ranks; a smaller one has fewer steps.
+            # All ranks took part, in a group for each rank of a node; with fewer ranks there are fewer steps.
+            empty_s, rate = wire.calls[operation]
             alpha_s = empty_s * max(1, degree - 1) / max(1, wire.num_ranks - 1)
-            rate = bus if nodes == 1 else min(rate, bus)
+        else:
+            rate, steps = wire.bytes_per_s, (degree - 1) if nodes == 1 else (nodes - 1)
+            if operation == "all_reduce":
+                steps = 2 * math.ceil(math.log2(steps + 1))  # small sums go along trees
+            alpha_s = steps * wire.alpha_s + (0 if near is None else (inside - 1) * near.alpha_s)
+        rate = min(rate * (1 if nodes == 1 else inside), math.inf if near is None else near.bytes_per_s)
         return alpha_s + shares / rate
 
     def time_message(self, num_bytes: float, stride: int) -> float:
@@ -231,7 +229,7 @@ def check_number(name: str, value: float, most: float = math.inf) -> float:
             "PL932",
             saw=f"{name}: {value:g}.",
             rule="It is above 0" + (f" and at most {most:g}." if math.isfinite(most) else ", and finite."),
-            fix="Give the number that the machine has; `paceline probe` measures it.",
+            fix="Give the number that the machine or the model has; `paceline probe` measures a machine.",
         )
     return value
 

@@ -19,6 +19,8 @@ from paceline.plan.parameters import Parameter
 from paceline.recipe import Layout
 
 By = Literal["columns", "inner", "heads", ""]
+# Kernels of the forward of a block with a gated feed-forward.
+BLOCK_CALLS = 28
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Product:
         is_attention: both factors are activations, and one kernel makes it with its neighbour.
         share: of the operations that are made (a causal kernel makes half).
         learns: whether backward computes a gradient of the weight, too.
+        divided: the axis that divides its rows: cp; for experts ep, of whose ranks those of cp take turns; or
+            none, for the rest of a mixture.
     """
 
     rows: float
@@ -42,6 +46,7 @@ class Product:
     is_attention: bool = False
     share: float = 1.0
     learns: bool = True
+    divided: Literal["cp", "ep", ""] = "cp"
 
     def divide(self, tp: int) -> Product:
         """Return a rank's part under tp."""
@@ -62,16 +67,21 @@ class Kept:
     Attributes:
         split: that tp divides.
         whole: that only `sequence` divides.
-        joined: that nothing divides: what `sequence` has gathered for a product, or a product that tp sums.
+        joined: that only cp divides: what `sequence` has gathered for a product, or a product that tp sums.
+        mixed: of a mixture, which has whole sequences on every rank of cp.
+        routed: of experts, whose rows the ranks of cp that share them take in turns.
     """
 
     split: float = 0
     whole: float = 0
     joined: float = 0
+    mixed: float = 0
+    routed: float = 0
 
-    def divide(self, tp: int, *, sequence: bool = False) -> float:
+    def divide(self, tp: int, cp: int = 1, ep_cp: int = 1, *, sequence: bool = False) -> float:
         """Return the bytes on a rank."""
-        return self.split / tp + self.whole / (tp if sequence else 1) + self.joined
+        own = self.split / tp + self.whole / (tp if sequence else 1) + self.joined
+        return own / cp + self.mixed + self.routed / ep_cp
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,13 @@ class ModelPart:
         """The numbers of its largest trained parameter."""
         return max((math.prod(p.shape) for p in self.parameters), default=0)
 
-    def count_own(self, layout: Layout) -> float:
-        """Return the trained numbers of a rank of tp and ep, before shards divide them."""
+    def count_own(self, layout: Layout, *, sharded: bool = False) -> float:
+        """Return the trained numbers of a rank of tp and ep, before shards divide them; `sharded`: those that
+        they divide, all but experts under ep."""
         if layout.ep == 1:
             return self.num_parameters / layout.tp
-        return sum(math.prod(p.divide(layout.tp, layout.ep)) for p in self.parameters)
+        own = (p for p in self.parameters if not (sharded and p.is_expert))
+        return sum(math.prod(p.divide(layout.tp, layout.ep)) for p in own)
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,8 @@ class ModelCosts:
         name: for people.
         before, after: the parts around the blocks.
         blocks: in order; equal ones may be one object.
+        tied: weights of `before` that `after` uses, too. Under pp the last stage has them as well, and sends
+            their gradient of each microbatch to the first one.
         loss_bytes: of one sample: logits, their logarithms and their gradient, together at one instant.
         sizes: of numbers, and the optimizer's.
         dtype_bytes: of a number in products and in activations between ranks.
@@ -148,6 +162,8 @@ class ModelCosts:
         overlaps: whether sums of gradients and gathers of shards run beside computing.
         selective_again: share of the products that selective recompute makes again: none here, half in
             torchtitan.
+        scatters: whether the ranks of tp cut messages between stages, as Megatron-LM's do (Narayanan et al.
+            2021, section 4.1).
         is_transformer: as all published runs behind the interval are.
         factor: of all times, from a measured run.
         remarks: what a plan leaves out.
@@ -157,6 +173,7 @@ class ModelCosts:
     before: ModelPart
     blocks: tuple[ModelPart, ...]
     after: ModelPart
+    tied: tuple[Parameter, ...] = ()
     loss_bytes: float = 0
     sizes: Sizes = field(default_factory=Sizes)
     dtype_bytes: int = 4
@@ -170,6 +187,7 @@ class ModelCosts:
     eager: bool = True
     overlaps: bool = True
     selective_again: float = 0.0
+    scatters: bool = False
     is_transformer: bool = True
     factor: float = 1.0
     remarks: tuple[str, ...] = ()
@@ -180,9 +198,18 @@ class ModelCosts:
         return (self.before, *self.blocks, self.after)
 
     @cached_property
+    def apart(self) -> ModelPart:
+        """The part behind the blocks on a stage that is not the first."""
+        return replace(self.after, parameters=(*self.after.parameters, *self.tied))
+
+    @cached_property
     def num_parameters(self) -> int:
         """The trained numbers."""
         return sum(part.num_parameters for part in self.parts)
+
+    def count_tied(self, tp: int) -> float:
+        """Return the bytes of a rank's gradients of tied weights."""
+        return sum(math.prod(p.divide(tp)) for p in self.tied) * self.sizes.gradient_bytes
 
     def count_microbatches(self, dp: int) -> int:
         """Return those that the fullest of the data ranks computes per step."""
@@ -200,6 +227,7 @@ class Transformer:
         causal: whether a token sees only those before it.
         rms: whether norms are RMSNorm, else LayerNorm.
         drops: whether there is dropout.
+        plain: whether RMSNorm and rotary positions are several kernels, as torch's are on a CPU.
         residual: bytes of a number in the stream between blocks.
         number: bytes of a number elsewhere.
         experts: of a mixture; 0: there is none.
@@ -221,6 +249,7 @@ class Transformer:
     causal: bool = True
     rms: bool = True
     drops: bool = False
+    plain: bool = False
     residual: int = 4
     number: int = 4
     experts: int = 0
@@ -287,9 +316,9 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
     ups = 2 if sizes.gated else 1
     f, rows, e = (sizes.shared, sizes.per_token, sizes.expert_inner) if mixes else (sizes.inner, 0, 0)
     if mixes:
-        products += _feed(s * rows, h, e, ups, divided=False)
+        products += [replace(each, by="", divided="ep") for each in _feed(s * rows, h, e, ups)]
     if f:
-        products += _feed(s, h, f, ups, divided=True)
+        products += [replace(each, divided="" if mixes else "cp") for each in _feed(s, h, f, ups)]
     # Scores are written, scaled, masked, normalised and read, unless they never leave the kernel.
     scores = 0.0 if sizes.fused else s * s * sizes.heads * (8 * w + 1)
     # Kept unless fused: the scores, what is left of them after dropout, and the mask; torch's own code also
@@ -301,27 +330,36 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
     narrow = w < r
     # Gated: gate, up, silu(gate), their product. Else: before and behind the activation.
     inner = 4 if sizes.gated else 2
-    attention = (2 * h + 2 * kv) * w
-    split = s * (attention + f * inner * w) + kept_scores
-    if sizes.drops:
-        split += s * f * w
+    split = s * (2 * h + 2 * kv) * w + kept_scores
+    feed = s * f * (inner + sizes.drops) * w
     # Both norms keep their input and their result, and RMSNorm what it scales. Under autocast, products keep
     # narrow copies of these. A dropout keeps its mask in the numbers' type.
     narrowed, scaled = (2 if narrow else 0), (3 if narrow else 2) if sizes.rms else 0
     whole = s * (4 * h * r + (8 if sizes.rms else 16) + (narrowed + scaled + 2 * sizes.drops) * h * w)
-    # Inputs of products (of selective recompute, what attention and feed-forward add). Experts are whole,
-    # and keep each row as it comes and as it goes.
-    joined = s * (2 * h + rows * (e * inner + 2 * h)) * w
-    few += s * ((h + 2 * kv) * w + h * w + ups * f * w)
+    # Inputs of products (of selective recompute, what attention and feed-forward add).
+    joined, results = 2 * s * h * w, s * ups * f * w
+    few += s * (2 * h + 2 * kv) * w
+    mixed = routed = some = 0.0
+    if mixes:
+        # A router keeps its input, probabilities, choices, their weights twice and sums, and two orders of
+        # rows. Experts keep each row as it comes and as it goes.
+        mixed = feed + s * (h * w + 4 * sizes.experts + rows * (24 + 2 * 4 + h * w) + 4)
+        routed, joined = s * rows * (e * inner + h) * w, s * h * w
+        some = results + s * (sizes.experts + (h if f else 0)) * w
+        feed = results = 0
+    # In backward, gradients of both factors of the widest product and of the residual; first, the shared one.
+    work = max(ups * f, rows * max(ups * e - h, h) + (h - inner * f if f else 0)) + h
+    # Of a turn: half of it negated, cat, two products, a sum. Of a norm: square, mean, two products.
+    turns, norms = (10 * w, 20 * r) if sizes.plain and sizes.rms else (4 * w, 10 * r + 4 * w)
     return ModelPart(
         products=tuple(products),
-        moved=s * ((4 * h + 4 * kv) * w + (2 * ups + 1) * (f + rows * e) * w) + scores,
-        moved_whole=s * h * (10 * r + 4 * w),
-        calls=28 if sizes.gated else 24,
-        kept=Kept(split, whole - 2 * s * h * w, joined),
-        kept_selective=Kept(few, s * h * r, 2 * s * h * w),
+        moved=s * ((h + kv) * turns + (2 * ups + 1) * (f + rows * e) * w) + scores,
+        moved_whole=s * h * norms,
+        calls=BLOCK_CALLS if sizes.gated else 24,
+        kept=Kept(split + feed, whole - 2 * s * h * w, joined, mixed, routed),
+        kept_selective=Kept(few + results, s * h * r, joined, some),
         input_bytes=s * h * r,
-        work_bytes=s * (ups * (f + rows * e) + h) * w,
+        work_bytes=s * work * w,
         width_bytes=s * h * w,
         key_bytes=2 * s * kv * w,
         num_sums=2,
@@ -329,6 +367,5 @@ def _make_block(sizes: Transformer, *, mixes: bool) -> ModelPart:
     )
 
 
-def _feed(rows: float, hidden: int, inner: int, ups: int, *, divided: bool) -> list[Product]:
-    up = Product(rows, hidden, inner * ups, "columns" if divided else "")
-    return [up, Product(rows, inner, hidden, "inner" if divided else "")]
+def _feed(rows: float, hidden: int, inner: int, ups: int) -> list[Product]:
+    return [Product(rows, hidden, inner * ups, "columns"), Product(rows, inner, hidden, "inner")]

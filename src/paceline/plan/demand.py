@@ -90,23 +90,25 @@ class Demands:
         blocks = [part for part in parts if part.input_bytes]
         keeps = [samples * self._keep(part, layout) for part in parts]
         kept = held * sum(keeps)
-        ends = keeps[-1] if parts[-1] is costs.after else 0.0
-        # What a second forward adds to what the block has kept.
-        again = 0.0
-        if layout.recompute != "none":
-            whole = (part.kept.divide(layout.tp, sequence=layout.sequence) / layout.cp for part in blocks)
-            own = (self._keep(part, layout) for part in blocks)
-            again = samples * max((a - b for a, b in zip(whole, own, strict=True)), default=0.0)
-        work = samples * max(part.work_bytes for part in blocks or parts) / layout.tp / layout.cp
+        ends = keeps[-1] if parts[-1] is costs.after or parts[-1] is costs.apart else 0.0
+        # What a second forward adds to what the block has kept, and what is temporary in its backward.
+        plain = replace(layout, recompute="none")
+        work = samples * max(
+            self._keep(part, plain)
+            - self._keep(part, layout)
+            + part.work_bytes / layout.tp / (1 if part.kept.mixed else layout.cp)
+            for part in blocks or parts
+        )
         loss = samples * max(costs.loss_bytes, costs.after.work_bytes) / layout.tp if ends else 0.0
-        numbers = sum(part.num_parameters for part in parts) / layout.tp
-        largest = max(part.num_parameters for part in blocks or parts) / layout.tp
+        numbers = sum(part.count_own(layout, sharded=True) for part in parts)
+        largest = max(part.count_own(layout, sharded=True) for part in blocks or parts)
         copies = 0.0
         if costs.copies_weights:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
         gathered = 0.0
         # A gradient is made before it is added to.
-        buffers = max(part.most_numbers for part in blocks or parts) / layout.tp * sizes.gradient_bytes
+        most = max(part.most_numbers for part in blocks or parts)
+        buffers = most / layout.tp / layout.ep * sizes.gradient_bytes
         if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
             # A whole stage, and the next action's if it is of another one (parallel/stages/stage_shards.py).
             stages = layout.num_stages // layout.pp
@@ -116,11 +118,10 @@ class Demands:
             ahead = 1 + costs.prefetch if layout.zero == 3 else 0
             whole_block = largest * sizes.gathered + max(p.frozen.divide(layout.tp) for p in blocks or parts)
             buffers = largest * sizes.gradient_bytes + ahead * whole_block
-        fixed = [part.frozen.divide(layout.tp) for part in parts]
-        frozen = sum(fixed) / layout.dp_shard
+        frozen = sum(part.frozen.divide(layout.tp) for part in parts) / layout.dp_shard
         if layout.dp_shard > 1:  # what is outside of blocks stays gathered
-            within = zip(fixed, parts, strict=True)
-            frozen += sum(each for each, part in within if layout.zero < 3 or not part.input_bytes)
+            stays = (part for part in parts if layout.zero < 3 or not part.input_bytes)
+            frozen += sum(part.frozen.divide(layout.tp) for part in stays)
         update = 0.0 if self.cluster.processor.is_cpu else numbers / layout.dp_shard * sizes.parameter
         if layout.cp > 1:  # gradients are summed as one vector
             update = max(update, numbers / layout.dp_shard * sizes.gradient_bytes)
@@ -133,7 +134,7 @@ class Demands:
         messages = (held + 2) * samples / layout.cp * width if layout.pp > 1 else 0.0
         common = {"messages": messages, "copies": copies, "whole_stages": gathered}
         common |= {"frozen": frozen, "libraries": libraries}
-        last = forward | {"activations": kept - ends, "temporary": again + work, "buffers": buffers} | common
+        last = forward | {"activations": kept - ends, "temporary": work, "buffers": buffers} | common
         # By then the gradients of all other blocks are there.
         first = last | {"gradients": max(forward["gradients"], after["gradients"])}
         if layout.dp_shard == 1:
@@ -154,7 +155,7 @@ class Demands:
         if layout.recompute == "block":
             return part.input_bytes / (layout.tp if layout.sequence else 1) / layout.cp
         kept = part.kept_selective if layout.recompute == "selective" else part.kept
-        return kept.divide(layout.tp, sequence=layout.sequence) / layout.cp
+        return kept.divide(layout.tp, layout.cp, layout.ep_cp, sequence=layout.sequence)
 
     def _add_states(
         self, parts: list[ModelPart], layout: Layout, num: int

@@ -58,6 +58,7 @@ def of_recipe(recipe: Recipe, vocab_size: int | None = None) -> ModelCosts:
         before=parts[0],
         blocks=parts[1:-1],
         after=parts[-1],
+        tied=tuple(parameters["before"]) if getattr(recipe.model, "tie_embeddings", False) else (),
         loss_bytes=loss,
         sizes=read_sizes(recipe),
         dtype_bytes=number,
@@ -85,6 +86,8 @@ def _list_remarks(recipe: Recipe) -> Iterator[str]:
         yield "asynchronous updates are planned as synchronous steps, which wait for the slowest rank"
     if recipe.train.reduction == "exact":
         yield "the exact reduction is planned as two sums; no published run has it"
+    if isinstance(recipe.model, MoeModel):
+        yield "experts are planned as equally full: with ep, ranks of fuller ones need more memory and time"
     if recipe.optimizer.kind == "muon":
         yield "muon's products are not planned: its update takes longer"
 
@@ -128,6 +131,7 @@ def _read_sizes(recipe: Recipe, vocab_size: int, residual: int, number: int) -> 
     sizes = Transformer(
         model.layers, model.hidden, model.heads, model.kv_heads or model.heads, inner, vocab_size,
         data.seq_len, drops=drops, fused=fused, residual=residual, number=number,
+        plain=recipe.train.device == "cpu",
     )  # fmt: skip
     if not isinstance(model, MoeModel):
         return sizes

@@ -13,9 +13,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
@@ -26,7 +28,7 @@ from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.fit import Constants
 from paceline.plan.traffic import list_part_calls, list_sum_calls
 from paceline.recipe import Layout
-from paceline.recipe.layout import DIVIDED
+from paceline.recipe.layout import AS_V, DIVIDED
 
 # Half of the tiles of a wave: 128 x 128 results each, on the 108 to 148 processors of a large GPU.
 _HALF_WAVE = 60 * 128 * 128
@@ -175,34 +177,31 @@ class StepModel:
         products = [product.divide(layout.tp) for product in part.products]
         forward = backward = 0.0
         for product in products:
-            once = self._time_product(product, samples, layout.cp)
+            once = self._time_product(product, samples, layout)
             forward += once
             backward += once * (_ATTENTION_BACKWARD if product.is_attention else 1 + product.learns)
         whole = layout.tp if layout.sequence else 1
         moved = samples / layout.cp * (part.moved / layout.tp + part.moved_whole / whole)
         moved_s = moved / (chip.memory_bytes_per_s * self.fit.moved)
         starts = part.calls * chip.call_s if costs.eager or chip.is_cpu else 0.0
-        forward, backward = forward + moved_s, backward + 2 * moved_s
-        forward, backward = (
-            (forward + starts, backward + 2 * starts)
-            if chip.is_cpu
-            else (max(forward, starts), max(backward, 2 * starts))
-        )
+        join = operator.add if chip.is_cpu else max
+        forward, backward = join(forward + moved_s, starts), join(backward + 2 * moved_s, 2 * starts)
         again = 0.0
-        is_block = part is not costs.before and part is not costs.after
+        is_block = bool(part.input_bytes)
         if is_block and layout.recompute == "block":
             again = forward
         elif is_block and layout.recompute == "selective":
-            linear = sum(self._time_product(p, samples, layout.cp) for p in products if not p.is_attention)
+            linear = sum(self._time_product(p, samples, layout) for p in products if not p.is_attention)
             again = moved_s + costs.selective_again * linear
         waits = self._waits(part, samples, layout, strides, repeats=is_block and layout.recompute == "block")
         extra = sum(waits.values())
         third = extra / 3 if again and layout.recompute == "block" else extra / 2
         return _PartTime(forward + third, backward + again + extra - third, again, waits)
 
-    def _time_product(self, product: Product, samples: float, cp: int) -> float:
+    def _time_product(self, product: Product, samples: float, layout: Layout) -> float:
         """Return the seconds of the forward of one product."""
         chip, size = self.cluster.processor, self.costs.dtype_bytes
+        cp = {"cp": layout.cp, "ep": layout.ep_cp, "": 1}[product.divided]
         times = product.times * samples if product.is_attention or product.times != 1 else 1.0
         rows = product.rows * (1.0 if times != 1.0 else samples) / cp
         flops = product.flops * samples / cp
@@ -245,8 +244,13 @@ class StepModel:
         """Return the busy seconds of the longest rank, and its waits; `works` are by stage, both ways."""
         forward, backward = zip(*works, strict=True)
         sent = self.costs.blocks[0].width_bytes * samples / layout.cp
-        sent /= layout.tp if layout.sequence else 1
+        sent /= layout.tp if layout.sequence or self.costs.scatters else 1
         message = self.cluster.time_message(sent, strides["pp"])
+        # Gradients of tied weights go from the last stage to the first, and their sum goes back once a step;
+        # those from the last of several stages are early.
+        tied = 0.0 if layout.schedule in AS_V else self.costs.count_tied(layout.tp)
+        spread = self.cluster.time_message(tied, strides["pp"] * (layout.pp - 1)) if tied else 0.0
+        back = self.cluster.time_message(sent + tied * (layout.num_stages == 2), strides["pp"])
         stages = layout.num_stages // layout.pp
         if by_formula:
             each = (sum(forward) + sum(backward)) / layout.pp
@@ -258,18 +262,18 @@ class StepModel:
         short = min(num, -(-least // period) * period + num % period)
         unit = max(forward)
         level = tuple(round(each / unit * 40) / 40 for each in (*forward, *backward))
+        ways = (round(message / unit, 2), round(back / unit, 2))
         named = (layout.schedule, layout.pp, short, chunks)
-        total = unit * _simulate(named, level, round(message / unit, 2))
-        busy = [0.0] * layout.pp
+        busy, rounded = [0.0] * layout.pp, [0.0] * layout.pp
         for stage, home in enumerate(_schedule(*named).homes):
             busy[home] += forward[stage] + backward[stage]
-        longest = max(busy)
-        total += (num - short) * longest
-        return num * longest, max(0.0, total - num * longest)
-
-
-# The arguments of `make_schedule`, because a schedule has thousands of actions to hash.
-_Named = tuple[str, int, int, int | None]
+            rounded[home] += level[stage] + level[stage + layout.num_stages]
+        longest, waits, total = max(busy), 0.0, _simulate(named, level, ways)
+        if num > short and any(ways):  # some ranks may wait for messages of every microbatch
+            longer = (layout.schedule, layout.pp, short + layout.pp, chunks)
+            waits = max(0.0, (_simulate(longer, level, ways) - total) / layout.pp - max(rounded))
+        total = unit * (total + (num - short) * waits) + (num - short) * longest
+        return num * longest, max(0.0, total - num * longest) + spread
 
 
 @lru_cache(maxsize=512)
@@ -278,8 +282,11 @@ def _schedule(name: str, num_ranks: int, num: int, chunks: int | None) -> Schedu
 
 
 @lru_cache(maxsize=4096)
-def _simulate(named: _Named, level: tuple[float, ...], message: float) -> float:
-    """Return the length of a schedule; times are by stage, forwards and then backwards, of the longest."""
+def _simulate(named: tuple[Any, ...], level: tuple[float, ...], ways: tuple[float, float]) -> float:
+    """Return the length of a schedule, by the arguments of `make_schedule`, which are fewer to hash.
+
+    Times are by stage, forwards and then backwards, of the longest, and of a message to the next and back.
+    """
     schedule = _schedule(*named)
     half = len(level) // 2
     forward, backward = level[:half], level[half:]
@@ -289,7 +296,7 @@ def _simulate(named: _Named, level: tuple[float, ...], message: float) -> float:
         for f, b in zip(forward, backward, strict=True)
     ]
     own = [b - w for b, w in zip(backward, weight, strict=True)]
-    return simulate(schedule, StageCosts(forward, own, weight, backward, message)).total
+    return simulate(schedule, StageCosts(forward, own, weight, backward, *ways)).total
 
 
 def find_strides(layout: Layout) -> dict[str, int]:
@@ -322,7 +329,7 @@ def cut_stages(costs: ModelCosts, layout: Layout, after: float = 0.0) -> list[tu
     for place, count in enumerate(counts):
         own = costs.blocks[at : at + count]
         at += count
-        found.append((*([costs.before] * (place == 0)), *own, *([costs.after] * (place == stages - 1))))
+        found.append((*([costs.before] * (place == 0)), *own, *([costs.apart] * (place == stages - 1))))
     return found
 
 
@@ -339,6 +346,7 @@ class _Rank:
     ) -> None:
         self.step, self.layout, self.strides, self.parts = step, layout, strides, parts
         self.numbers = [part.count_own(layout) for part in parts]
+        self.hides = step.costs.overlaps and not step.cluster.processor.is_cpu
 
     def _sum(self, num_bytes: float) -> float:
         """Return the seconds of summing so many bytes of gradients over all data ranks."""
@@ -350,14 +358,12 @@ class _Rank:
 
     def _list_gathers(self) -> list[float]:
         """Return the seconds of gathering each part's parameters, frozen ones too."""
-        frozen = [part.frozen.divide(self.layout.tp) for part in self.parts]
-        width = self.step.costs.sizes.gathered
-        return [self._gather(n * width + more) for n, more in zip(self.numbers, frozen, strict=True)]
-
-    def _gather(self, num_bytes: float) -> float:
-        if self.layout.dp_shard == 1:
-            return 0.0
-        return self.step.call("all_gather", num_bytes, self.layout.dp_shard, self.strides["dp_shard"])
+        layout, width = self.layout, self.step.costs.sizes.gathered
+        if layout.dp_shard == 1:
+            return [0.0] * len(self.parts)
+        sizes = [p.count_own(layout, sharded=True) * width + p.frozen.divide(layout.tp) for p in self.parts]
+        stride = self.strides["dp_shard"]
+        return [self.step.call("all_gather", size, layout.dp_shard, stride) for size in sizes]
 
     def count_data(self, works: list[_PartTime], num: int) -> float:
         """Return the exposed seconds of a step without pp."""
@@ -395,9 +401,8 @@ class _Rank:
         return found
 
     def _expose(self, computes: list[float], gathers: list[float], sums: list[float]) -> float:
-        costs, step = self.step.costs, self.step
-        hides = costs.overlaps and not step.cluster.processor.is_cpu
-        return expose(computes, gathers, sums, costs.prefetch, step.fit.contention if hides else None)
+        contention = self.step.fit.contention if self.hides else None
+        return expose(computes, gathers, sums, self.step.costs.prefetch, contention)
 
     def count_sums(self, works: list[_PartTime], num: int) -> float:
         """Return the seconds of a stage's gathers and sums under pp.
@@ -410,9 +415,7 @@ class _Rank:
         if layout.zero == 3 and layout.num_stages > layout.pp:
             ways = (sum(work.forward for work in works), sum(work.backward for work in works))
             return sums + num * math.fsum(max(0.0, gathers - way) for way in ways)
-        hidden = sum(work.backward for work in works) if self.step.costs.overlaps else 0.0
-        if self.step.cluster.processor.is_cpu:
-            hidden = 0.0
+        hidden = sum(work.backward for work in works) if self.hides else 0.0
         return max(0.0, sums - 0.5 * hidden) + max(0.0, gathers - 0.5 * hidden)
 
     def count_optimizer(self) -> float:

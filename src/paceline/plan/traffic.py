@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from paceline.plan.calls import BUS_FACTORS
 from paceline.plan.costs import ModelCosts, ModelPart
 from paceline.recipe import Layout
+from paceline.recipe.layout import AS_V
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,19 @@ def list_part_calls(part: ModelPart, layout: Layout, samples: float, *, repeats:
         if layout.cp_by == "gather":
             yield StepCall("cp", "all_gather", keys, layout.cp, turns)
         else:
-            yield StepCall("cp", "all_to_all", (width + keys / 2) / layout.cp, layout.cp, 2 * turns)
+            yield StepCall("cp", "all_to_all", (width + keys / 2) / 2 / layout.cp, layout.cp, 4 * turns)
     if layout.cp > 1 and not part.input_bytes and part.width_bytes:
         # The output of the last block, and the gradient of the first one's input.
         yield StepCall("cp", "all_gather", part.width_bytes * samples, layout.cp)
-    if layout.ep > 1 and part.routed_bytes:
-        yield StepCall("ep", "all_to_all", part.routed_bytes * own, layout.ep, 2 * turns)
+    if not part.routed_bytes:
+        return
+    if layout.cp > 1:  # a mixture gets whole sequences, and its result is cut
+        yield StepCall("cp", "all_gather", part.width_bytes * samples, layout.cp, turns)
+    rows = part.routed_bytes * samples
+    if layout.ep_cp > 1:  # answers to each other's rows
+        yield StepCall("cp", "all_gather", rows, layout.ep_cp, turns)
+    if layout.ep_data > 1:
+        yield StepCall("ep", "all_to_all", rows / layout.ep_cp, layout.ep_data, 2 * turns)
 
 
 def list_sum_calls(num_bytes: float, layout: Layout, *, exact: bool) -> Iterator[StepCall]:
@@ -116,7 +124,8 @@ def count_sent(costs: ModelCosts, layout: Layout, stages: Sequence[Sequence[Mode
     if layout.pp > 1:
         width = costs.blocks[0].width_bytes * samples / layout.cp / (layout.tp if layout.sequence else 1)
         # Outputs to the next stage, and gradients to the one before; a rank at an end has one of them.
-        most["pp"] = turns * width * (1 if layout.pp == 2 and per_rank == 1 else 2 * per_rank)
+        ends = width + (0 if layout.schedule in AS_V else costs.count_tied(layout.tp))
+        most["pp"] = turns * (ends if layout.pp == 2 and per_rank == 1 else max(2 * width * per_rank, ends))
     return dict(most)
 
 
@@ -131,7 +140,7 @@ def _list_data_calls(part: ModelPart, costs: ModelCosts, layout: Layout, num: in
     if layout.dp_shard > 1:
         keeps = layout.zero < 3
         times = (num if layout.zero == 3 else 1) * (1 if keeps or not part.input_bytes else 2)
-        whole = numbers * sizes.gathered + part.frozen.divide(layout.tp)
+        whole = part.count_own(layout, sharded=True) * sizes.gathered + part.frozen.divide(layout.tp)
         yield StepCall("dp_shard", "all_gather", whole, layout.dp_shard, times)
     for call in list_sum_calls(numbers * sizes.gradient_bytes, layout, exact=sizes.exact):
         if call.axis == "cp" and not part.input_bytes:

@@ -157,6 +157,11 @@ class Layout(Degrees):
         return max(1, self.ep // self.cp)
 
     @property
+    def ep_cp(self) -> int:
+        """The number of ranks of cp that share one copy of the experts, and take their rows in turns."""
+        return self.ep // self.ep_data
+
+    @property
     def num_sample_parts(self) -> int:
         """The number of ranks among which the work on one sample is divided."""
         return self._multiply(divides_sample=True)
