@@ -3,14 +3,14 @@
 Protocol, the same on every rank; all ranks measure at the same time, because they share cores, memory and
 links in training too:
 
-1. Matrix products over a grid of shapes and types; then a copy beyond the caches, and a chain of small
-   operations forward and backward, which shows the cost of starting one.
+1. Matrix products over a grid of shapes and types; then a copy beyond the caches, and a tiny block forward
+   and backward, which shows the cost of starting an operation.
 2. All-reduce, all-gather, reduce-scatter and all-to-all: over the ranks of each node, then over ranks of
    different nodes. Calls of a size follow each other, and the slowest rank counts. A line through the sizes
    gives the seconds of an empty call and the bus bandwidth (nccl-tests, doc/PERFORMANCE.md).
 3. Steps of a model of 64 parameters: what a step takes beside its arithmetic.
 
-The median over repetitions counts, and over ranks for what each does alone.
+The median over repetitions counts, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,15 @@ from torch import Tensor, nn
 
 from paceline.bench.collectives import build_calls
 from paceline.comm.nodes import find_nodes
-from paceline.comm.one_tensor import gather_objects
 from paceline.launching.local import launch
 from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
+from paceline.models.gpt import GptBlock
+from paceline.parallel.sums.gradient_sum import sum_rows
 from paceline.plan.calls import BUS_FACTORS, fit_line
+from paceline.plan.costs import BLOCK_CALLS
 from paceline.recipe.layout import Layout
+from paceline.recipe.schema import GptModel
 from paceline.train.trainer import Trainer
 from paceline.world import World, start
 
@@ -45,7 +49,6 @@ _SAMPLE_S, _MOST_CALLS = 0.02, 10_000
 _REPEATS = 5
 # Beyond the caches of most processors, with the other ranks.
 _COPY_BYTES = 64 << 20
-_CHAIN = 50
 _STEPS = 12
 # Quartiles of the same work this far apart are a busy machine.
 _BUSY = 1.3
@@ -101,7 +104,8 @@ def _run(device: str) -> ProbedCluster:
         spreads: list[float] = []
         products = _measure_products(world, spreads)
         copy_s = _median(world, _time(world, _copy(world)), spreads)
-        call_s = _median(world, _time(world, _chain(world)), spreads) / (3 * _CHAIN)
+        # Backward starts twice as many, in plans.
+        call_s = _median(world, _time(world, _run_block(world)), spreads) / (3 * BLOCK_CALLS)
         classes = _measure_classes(world, len(hosts), per_node)
         other_s = _measure_step(world)
         remarks = list(_list_remarks(spreads, nodes))
@@ -157,16 +161,10 @@ def _copy(world: World) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _chain(world: World) -> Callable[[], object]:
-    x = torch.ones(16, requires_grad=True, device=world.device)
-
-    def run() -> None:
-        y = x
-        for _ in range(_CHAIN):
-            y = y * 1.0
-        y.sum().backward()  # type: ignore[no-untyped-call]
-
-    return run
+def _run_block(world: World) -> Callable[[], object]:
+    block = GptBlock(GptModel(kind="gpt", layers=1, hidden=16, heads=2)).to(world.device)
+    x, angles = torch.ones(1, 4, 16, device=world.device), torch.ones(4, 8, device=world.device)
+    return lambda: block(x, angles, angles).sum().backward()
 
 
 def _time(world: World, call: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
@@ -174,12 +172,12 @@ def _time(world: World, call: Callable[[], object], repeats: int = _REPEATS) -> 
     # The first call allocates, and a short sample would show whether the rank was interrupted.
     once_s = min(_run_often(world, call, 1) for _ in range(3))
     times = max(1, min(_MOST_CALLS, int(_agree(world, _SAMPLE_S / max(once_s, 1e-7)))))
-    if world.world_size > 1:
-        dist.barrier()
     return [_run_often(world, call, times) for _ in range(repeats)]
 
 
 def _run_often(world: World, call: Callable[[], object], times: int) -> float:
+    if world.world_size > 1:
+        dist.barrier()
     world.wait_for_device()
     begin_s = time.perf_counter()
     for _ in range(times):
@@ -198,13 +196,13 @@ def _agree(world: World, value: float) -> float:
 
 
 def _median(world: World, times: list[float], spreads: list[float]) -> float:
-    """Return the median over ranks of the median time, and note the spread of this rank's."""
+    """Return the slowest rank's median time, and note the spread of this rank's.
+
+    Of ranks that share cores, the first to end leaves them to the others.
+    """
     quarters = statistics.quantiles(times, n=4)
     spreads.append(quarters[2] / quarters[0])
-    own = statistics.median(times)
-    if world.world_size == 1:
-        return own
-    return statistics.median(gather_objects(own))
+    return _agree(world, statistics.median(times))
 
 
 def _name_processor(device: torch.device) -> str:
@@ -239,6 +237,8 @@ def _measure_class(world: World, group: dist.ProcessGroup, size: int) -> ProbedC
         seconds = {}
         for num_bytes in _SIZES:
             _, built = build_calls(num_bytes, size, world.rank, world.device, group)
+            row = torch.zeros(-(-num_bytes // (4 * size)), device=world.device)
+            built["reduce_scatter"] = partial(sum_rows, row, row.repeat(size), group)  # as training does
             taken = _time(world, built[operation])
             seconds[num_bytes] = _agree(world, statistics.median(taken))
         calls[operation] = fit_line(seconds, BUS_FACTORS[operation](size))
