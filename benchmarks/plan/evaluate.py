@@ -1,6 +1,6 @@
 """Fits the constants of the model of time, and measures its error on publications that were left out.
 
-    python benchmarks/plan/evaluate.py [ROWS.csv] [--write]     # --write: src/paceline/plan/fitted.json
+    python benchmarks/plan/evaluate.py [ROWS.csv] [--write]     # --write: fitted.json, residuals.csv
     python benchmarks/plan/evaluate.py --no-fit                 # predicts with the shipped constants alone
 
 Constants are found by a search along each of them, between bounds. Every row of a publication is predicted by
@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from published import ROWS, Run, read_runs
-from quantiles import find_quantiles
+from quantiles import find_quantiles, write_residuals
 
 from paceline.plan.demand import Demands
 from paceline.plan.fit import Constants
@@ -118,7 +118,8 @@ def main() -> None:
     report(runs, errors)
     report_sweeps(runs, errors)
     print("\npredicted over measured, rows\n" + "\n".join(draw(list(errors.values()))))
-    memory = report_memory([run for run in everything if run.peak_gb is not None])
+    peaks = [run for run in everything if run.peak_gb is not None]
+    memory = report_memory(peaks)
     report_fits(everything, memory)
     if args.worst:
         for run in sorted(runs, key=lambda run: -abs(errors[id(run)]))[: args.worst]:
@@ -127,6 +128,8 @@ def main() -> None:
             )
     if args.write:
         write(runs, errors, whole, memory)
+        write_residuals("step", ((run.publication, errors[id(run)]) for run in runs))
+        write_residuals("memory", ((run.publication, -find_excess(run)) for run in peaks))
 
 
 def report(runs: list[Run], errors: dict[int, float]) -> None:
@@ -188,11 +191,7 @@ def report_memory(runs: list[Run]) -> dict[str, list[float]]:
 
     `80% bar` is the share inside of an interval around the count that the other publications give.
     """
-    rows = []
-    for run in runs:
-        if run.peak_gb is not None:
-            demand = Demands(run.costs, run.cluster(Constants())).count(run.layout)
-            rows.append((run, math.log(run.peak_gb * GIB / demand.total)))
+    rows = [(run, find_excess(run)) for run in runs]
     groups = defaultdict(list)
     for run, error in rows:
         others = [(other, each) for other, each in rows if other.publication != run.publication]
@@ -209,6 +208,13 @@ def report_memory(runs: list[Run]) -> dict[str, list[float]]:
     return {
         f"{level:g}": [round(x, 4) for x in find_quantiles(errors, names, level)] for level in (0.5, 0.8, 0.9)
     }
+
+
+def find_excess(run: Run) -> float:
+    """Return the logarithm of a published peak over the counted one."""
+    assert run.peak_gb is not None
+    demand = Demands(run.costs, run.cluster(Constants())).count(run.layout)
+    return math.log(run.peak_gb * GIB / demand.total)
 
 
 def report_fits(runs: list[Run], memory: dict[str, list[float]]) -> None:

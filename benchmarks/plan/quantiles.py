@@ -1,8 +1,29 @@
-"""The ends of a conformal interval, from residuals in groups; see `paceline.plan.fit`."""
+"""The residuals of plans: the file that a picture is drawn from, and the ends of a conformal interval.
+
+See `paceline.plan.fit`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+RESIDUALS = Path(__file__).parent / "residuals.csv"
+
+
+def write_residuals(kind: str, rows: Iterable[tuple[str, float]]) -> None:
+    """Replace the rows of a kind in the file: groups, with logarithms of predicted over measured."""
+    kept = []
+    if RESIDUALS.exists():
+        with RESIDUALS.open(encoding="utf-8", newline="") as file:
+            kept = [row for row in csv.reader(file) if row[0] not in (kind, "kind")]
+    with RESIDUALS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("kind", "group", "predicted_over_measured"))
+        found = [[kind, group, f"{math.exp(error):.3f}"] for group, error in rows]
+        writer.writerows(sorted(kept + found))
 
 
 def find_quantiles(residuals: Sequence[float], groups: Sequence[str], level: float) -> tuple[float, float]:
