@@ -20,12 +20,13 @@ BELOW_THE_TOOLS = ("parallel", "train", "comm", "checkpoint", "data", "models")
 
 
 def asks_for_the_cpu(path: Path) -> bool:
-    """Return whether a file compares something with "cpu"."""
-    return any(
-        isinstance(part, ast.Constant) and part.value == "cpu"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Compare)
-        for part in (node.left, *node.comparators)
+    """Return whether a file compares something with "cpu", or reads an attribute `is_cpu`."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    compared = [
+        part for node in nodes if isinstance(node, ast.Compare) for part in (node.left, *node.comparators)
+    ]
+    return any(isinstance(node, ast.Attribute) and node.attr == "is_cpu" for node in nodes) or any(
+        isinstance(part, ast.Constant) and part.value == "cpu" for part in compared
     )
 
 
