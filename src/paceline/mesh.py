@@ -31,7 +31,6 @@ class Axis:
             several: `ep_data`, `ep_cp`, `expert_replicas`.
         size: the number of these ranks.
         rank: this rank's number among them.
-        group: their process group.
     """
 
     name: str

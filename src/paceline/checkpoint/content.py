@@ -56,7 +56,6 @@ class PreparedShare:
     """The files of a checkpoint that one rank writes.
 
     Attributes:
-        rank: of the writer.
         tensors: by name with the group before it, `model/NAME`; each the values of a part.
         parts: the parts, for tensors that are not whole.
         num_bytes: of all ranks' shares together.
@@ -290,11 +289,8 @@ class StoredTensor:
     """A tensor of a checkpoint that has not been read.
 
     Attributes:
-        stored: the checkpoint.
-        group: of the tensor.
         name: in the group; for an alias, the name that has the values.
         shape: whole.
-        dtype: its type.
     """
 
     stored: Stored

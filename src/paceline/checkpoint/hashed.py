@@ -19,7 +19,6 @@ class FileRecord:
     """The size and hash of one file, as a manifest lists them.
 
     Attributes:
-        num_bytes: its size.
         sha256: hash of its bytes, in hex.
     """
 

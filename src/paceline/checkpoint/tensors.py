@@ -130,7 +130,6 @@ class FilePlan:
     """A file that has not been written: bytes and tensors that follow each other.
 
     Attributes:
-        name: of the file.
         pieces: its content; tensors are stored by their values in row-major order.
     """
 

@@ -21,8 +21,6 @@ class Holding:
 
     Attributes:
         name: of the tensor in the checkpoint.
-        part: of it.
-        num_bytes: of the part.
         ranks: that hold it, rising.
     """
 

@@ -24,7 +24,6 @@ class RowRange:
     """Consecutive rows of a parameter; a row is all numbers with the same first index.
 
     Attributes:
-        name: of the parameter.
         start, stop: the rows.
         length: numbers in a row.
     """

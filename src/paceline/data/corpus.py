@@ -25,7 +25,6 @@ class TextFile:
     Attributes:
         path: where it is.
         name: its path relative to the folder that the pattern starts from, with forward slashes.
-        size_bytes: its size.
         mtime_ns: when it was last written.
     """
 

@@ -18,7 +18,6 @@ class PreparedText:
     """A tokenized text that is long enough.
 
     Attributes:
-        corpus: the token files.
         seq_len: tokens per sample.
     """
 

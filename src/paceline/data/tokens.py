@@ -55,7 +55,6 @@ class TokenFile:
     """The ids in a file.
 
     Attributes:
-        path: the file.
         dtype: numpy's name of the ids' type.
         num_tokens: how many there are.
         sha256: hash of the file's bytes.

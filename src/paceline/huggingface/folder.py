@@ -23,8 +23,6 @@ class Weight:
     """A tensor in a folder that has not been read.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
         read: returns its values, in memory of their own.
     """
 

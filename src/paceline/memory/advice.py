@@ -70,7 +70,6 @@ class Need:
     Attributes:
         activations: at the peak.
         state: parameters, gradients and optimizer state.
-        other: all else.
         passing: the part of the activations by which the need may be higher.
     """
 

@@ -36,8 +36,6 @@ class Saved:
     """A storage that a node keeps for backward.
 
     Attributes:
-        key, num_bytes: of the storage.
-        order: of the node.
         is_fp32: whether the tensor has 32-bit floating-point numbers.
     """
 

@@ -32,7 +32,6 @@ class Models:
         names: by `id`, the name of each module.
         owners: by `id`, the name of the module of each parameter.
         parameters: of all roots, each once.
-        buffers: of all roots.
         first: the number of parameters that belong to the first root; they come first.
     """
 

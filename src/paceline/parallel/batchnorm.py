@@ -31,9 +31,6 @@ class RunningStatistics:
 
     Usage per step: `begin()`; for each microbatch `start_microbatch()`, forward,
     `read_microbatch()`; then `merge(...)` with the rows of all microbatches, or `restore()`.
-
-    Attributes:
-        choices: of the routers.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

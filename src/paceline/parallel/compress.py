@@ -23,12 +23,7 @@ from paceline.errors import PacelineError
 
 @dataclass(frozen=True)
 class CompressSettings:
-    """The settings of the compression; the recipe's `[compress]` explains each.
-
-    Attributes:
-        kind: of the codec.
-        slots: their number.
-    """
+    """The settings of the compression; the recipe's `[compress]` explains each."""
 
     kind: str
     slots: int
@@ -38,8 +33,6 @@ class Compression:
     """The compression of one model's gradients on this rank.
 
     Attributes:
-        settings: of the run.
-        residuals: of this rank.
         factor: by which the gradients of the current step are multiplied before they are encoded: it turns
             them into those of the sum of losses, and is a power of two.
     """

@@ -47,7 +47,6 @@ class Trial:
 
     Attributes:
         forward: from the model to the output.
-        loss: of an output.
     """
 
     forward: Callable[[nn.Module], Any]

@@ -85,10 +85,8 @@ class LaidOut:
         shards: gathers parameters and sums gradients, if the ranks of dp_shard hold parts.
         exact: sums a rank's own microbatches in the order of the tree, unless `shards` does.
         placement: where the model's parts are.
-        masks: the model's dropout.
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
-        settings: as given.
         stages: those of pp, if there are several ranks of it.
         experts: those of the mixtures, if the ranks of ep share them.
     """

@@ -36,7 +36,6 @@ class Message:
     Attributes:
         content: what it carries.
         source, target: stages.
-        microbatch: its number.
         name: of the shared weight, else "".
     """
 

@@ -60,8 +60,6 @@ class Schedule:
     """The actions of all ranks for one step.
 
     Attributes:
-        name: of the order.
-        num_microbatches: of a step.
         homes: by stage, the rank that holds it.
         actions: by rank, in order.
     """

@@ -70,7 +70,6 @@ class Simulation:
     Attributes:
         spans: by rank, in order.
         total: the time of the step.
-        costs: of the actions.
         stuck: the actions at which ranks wait for ever, by rank; empty if the schedule ends.
     """
 

@@ -42,7 +42,6 @@ class Blame:
     """A cause of waiting.
 
     Attributes:
-        rank: the late rank.
         phase: the phase in which it took longer than the ranks that waited.
         lost_ns: mean over the steps of the exposed waiting, of the rank that waited most for this.
         share: of the mean step.

@@ -101,11 +101,8 @@ class TraceFile:
     """The events of one file in columns, in no order.
 
     Attributes:
-        path: of the file.
-        kinds: of `EventKind`.
         begins_ns, ends_ns: since 1970, or since an unknown instant in old files.
         threads: a number per thread or stream.
-        names: of all events.
         arguments: by event, JSON of collectives and of the calls that issue them.
         rank: `None` if the file does not have it.
         world_size: 0 if unknown.

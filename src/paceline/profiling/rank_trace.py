@@ -34,7 +34,6 @@ class TracedCollective:
 
     Attributes:
         operation: such as `all_reduce`.
-        group: the group's name.
         sequence: empty for collectives; another name for what is not matched, such as sends and receives.
         number: in that sequence of the group; the same on all of its ranks.
         issued_ns: the rank's arrival. On CPU it is the call, as threads may begin later; on CUDA, where the

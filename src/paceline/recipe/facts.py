@@ -60,12 +60,10 @@ class RunFacts:
 
     Attributes:
         dtype: of the training, as `train.dtype`.
-        reduction: as `train.reduction`.
         device: as `train.device`; `"auto"` is "not known".
         num_microbatches: of a global batch that ranks share out, if known.
         ddp: settings of the replication.
         shard: settings of the sharding.
-        compile: as `train.compile`.
     """
 
     dtype: str = "fp32"

@@ -64,7 +64,6 @@ class Agreed:
 
     Attributes:
         losses: sum of losses of each microbatch of the global batch.
-        weights: their weights.
         statistics: float64 (microbatches, values): BatchNorm's, see `RunningStatistics`.
         stop_signum: the signal that some rank received, or 0.
         used: per parameter, whether any rank computed a gradient; `None` unless asked for.

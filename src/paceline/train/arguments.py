@@ -44,8 +44,6 @@ class RunSetting:
     """A setting that all ranks share.
 
     Attributes:
-        name: of the argument.
-        value: as given.
         is_kept: whether a resumed run must have the same value, because the result depends on it.
         is_code: whether it is a function, of which ranks compare the code.
     """

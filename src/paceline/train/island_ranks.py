@@ -26,9 +26,6 @@ class IslandRanks:
     """The islands of a run on its ranks.
 
     Attributes:
-        section: the settings.
-        layout: of a block.
-        num_blocks: of the world.
         block: that of this rank.
     """
 

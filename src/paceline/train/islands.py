@@ -78,7 +78,6 @@ class Islands:
         is_main: whether this is rank 0.
 
     Attributes:
-        ranks: as given.
         is_split: whether the warm-up is over, so that the islands differ.
         num_apart: the number of steps since the last exchange.
     """

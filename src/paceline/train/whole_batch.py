@@ -30,7 +30,6 @@ class Whole(NamedTuple):
 
     Attributes:
         leaves: in the order of torch's pytrees.
-        spec: of the nest.
         per_sample: per leaf, whether it has a row per sample; else it is shared by all samples.
     """
 

@@ -21,9 +21,6 @@ class Case:
 
     Attributes:
         layout: resolved.
-        dtype: of training.
-        facts: of the reference.
-        differences: of all ranks.
         observed: of the watched step, by rank.
     """
 

@@ -51,7 +51,6 @@ class EventDifference:
     Attributes:
         order: of the event in the reference's forward.
         microbatch: number in the global batch.
-        event: the place.
         gradient: whether it is the gradient of that tensor.
         rank, size, tolerance, scale, factor, rounded_to: as in `Difference`.
         looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
@@ -79,7 +78,6 @@ class Observed:
     """The observations of one rank in the watched step.
 
     Attributes:
-        rank: the rank.
         differences: of events, in the order in which they came.
         settings: those that differ from one process's.
         other_draws: modules whose forward drew other random numbers of the same shapes than in one process.

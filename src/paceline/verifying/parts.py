@@ -28,8 +28,6 @@ class Place:
     """A rank's place along an axis that divides activations.
 
     Attributes:
-        axis: its name.
-        size: its degree.
         rank: the rank's number along it.
     """
 

@@ -43,7 +43,6 @@ class SettingDifference:
     Attributes:
         rank: the rank that has it.
         owner: full name of a module, or `FUNCTIONS`, `PROCESS`, `OPTIMIZER`.
-        name: of the setting.
         expected: in one process; empty if it has none.
         found: on the rank; empty if it has none.
     """

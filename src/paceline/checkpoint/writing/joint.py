@@ -65,7 +65,6 @@ class Order:
         step: optimizer steps taken.
         token: of this save; the same for all writers, and for no other save.
         num_writers: ranks that write: all, or rank 0 alone.
-        identity: for the manifest.
         num_bytes: of all writers' files together, about.
     """
 

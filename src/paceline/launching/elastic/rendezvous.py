@@ -45,7 +45,6 @@ class Meeting:
     """The settings of a job's rendezvous that torchrun's flags do not have.
 
     Attributes:
-        waits: all waits.
         code: identifies what the ranks run (`code.py`).
         folder: identifies the script's working folder (`code.py`).
     """

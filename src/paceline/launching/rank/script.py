@@ -55,7 +55,6 @@ class EndReportPath:
     """The file for the record of a rank's end.
 
     Attributes:
-        rank: which one.
         folder: the launcher's folder for this attempt.
         log: the rank's log; an uncaught exception is written there, and the launcher reports it.
     """

@@ -62,7 +62,6 @@ class Walk:
     """A walk through a trial forward that follows rows and heads, and adds what it finds to a plan.
 
     Attributes:
-        trace: the forward.
         num_ranks: degree of cp.
         tp: degree of tp, which divides the same heads first.
         by: how ranks attend, as in the plan.

@@ -20,7 +20,6 @@ class PatchedFunction:
 
     Attributes:
         place: the module that holds it.
-        name: its name there.
         make: returns the replacement of the function found there (`None` if the module gets torch's own from
             elsewhere), or `None` to leave that function alone.
     """

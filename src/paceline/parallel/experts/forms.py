@@ -34,7 +34,6 @@ class ExpertForm(ABC):
         module: the experts, whole; its forward is replaced.
 
     Attributes:
-        module: as given.
         keys: the names of the module's parameters that ep divides.
         width: of a row.
     """

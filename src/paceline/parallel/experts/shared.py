@@ -51,7 +51,6 @@ class _IdleBlock:
     """The mixtures of one block in an idle round, between its forward and its backward.
 
     Attributes:
-        forms: their experts.
         answers: to none of this rank's rows.
         is_recomputed: whether the block's backward begins with a second forward.
     """

@@ -51,7 +51,6 @@ class Leaf:
         alias: number of the argument that it is, if it is one.
         shape, dtype: of a new tensor; `None` for a plain value.
         made: the name of the tensor, if the forward made it.
-        value: the plain value.
     """
 
     alias: int | None = None
@@ -85,8 +84,6 @@ class LearnedTensor:
     """A tensor that depends on parameters.
 
     Attributes:
-        made: its name.
-        shape, stride, dtype: its own.
         needs_grad: whether a gradient flows back to it.
         segment: where it is made.
         uses: segments that use it; the last one for outputs of the model.

@@ -77,10 +77,6 @@ class StageShards:
         zero: 1, 2 or 3; see the module.
         prefetch: whether the next action's stage is gathered ahead.
         apart: full names of parameters that are not sharded.
-
-    Attributes:
-        num_ranks, rank: of dp_shard.
-        zero: as given.
     """
 
     def __init__(

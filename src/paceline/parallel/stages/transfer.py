@@ -35,7 +35,6 @@ class Form:
     """The form of a tensor that is sent.
 
     Attributes:
-        shape, dtype: its own.
         stride: its own; `None` if only the sender knows it.
     """
 
@@ -84,9 +83,6 @@ class StageTransfer:
         describe: from a message to the forms of its tensors.
         device: where they are.
         orders: of the gradients that were sent and received before; this one adds to it.
-
-    Attributes:
-        sent_bytes: to other ranks.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class Uses:
     """The uses of each tensor in a forward, independent of what is cut.
 
     Attributes:
-        trace: the forward.
         of: by number of a tensor, the numbers of the operations that take it.
         learned: by number of a tensor, the numbers of the parameters that it was computed from.
         computed: numbers of the tensors that are computed from anything other than parameters too.
@@ -101,7 +100,6 @@ class Flow:
         entries, exits: in order of execution, each once.
         partial: whole parameters that meet cut tensors.
         exit_of: by number of an operation that produces an addend, its exit.
-        cut, sums, lookups: as given.
         ends: tensors that leave the model.
         learned: by number of a tensor, the numbers of the parameters that it was computed from.
 

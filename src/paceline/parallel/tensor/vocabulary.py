@@ -62,7 +62,6 @@ class CutTensor:
     all-gather of it. All ranks must use it in the same way.
 
     Attributes:
-        part: this rank's part.
         split: how the whole is cut.
     """
 

@@ -75,7 +75,6 @@ class _Progress:
     """The state of one step's actions on this rank.
 
     Attributes:
-        work: of the step.
         batches: by microbatch, on the device.
         divided: stages and microbatches whose backward is divided.
         kept: by stage and microbatch, between forward and backward.

@@ -59,7 +59,6 @@ class Work:
 
     Attributes:
         objective: forward and loss; `None` if the user's own code computes them.
-        share: this rank's microbatches.
         step: number of the optimizer step, from 1.
         phase: number of the update within the step.
         unit: the power of two by which losses are divided.

@@ -21,11 +21,7 @@ _SPARE_BYTES = 1 << 20
 
 
 class Background:
-    """The copying and writing of this rank's shares.
-
-    Attributes:
-        num_copied_bytes: of all saves.
-    """
+    """The copying and writing of this rank's shares."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_copied_bytes = 0

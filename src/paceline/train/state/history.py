@@ -35,7 +35,6 @@ class _Known:
     """A rank's knowledge of the run; each node's folder is known to one of its ranks.
 
     Attributes:
-        host: of the rank.
         step: of the newest checkpoint there, 0 for none.
         noted: the newest step that was saved, as noted in the folder; 0 for none.
         launched: the newest step that earlier ranks of this launcher have saved; 0 for none.

@@ -69,7 +69,6 @@ class Parts:
 
     Attributes:
         placement: of the only model, or `None` where nothing is divided.
-        rank: this one.
         known: what is planned with these parts.
     """
 

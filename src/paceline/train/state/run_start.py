@@ -34,7 +34,6 @@ class RunStart:
         is_sharded: whether every rank writes its share.
 
     Attributes:
-        folder: of the run.
         newest: the checkpoint that it goes on from, as this rank names it; `None` for a new run.
         run_id: the run, from its first start on; rank 0's counts.
         generation: number of this start; rank 0's counts.

@@ -33,7 +33,6 @@ class RunState:
     """This rank's part of a run's state to be saved.
 
     Attributes:
-        parts: of the models.
         optimizers: trees by model, with `OwnPart`.
         tracked: states of the user's objects by name, with `OwnPart`.
         describe: returns everything else; called on rank 0 only.

@@ -32,8 +32,6 @@ class NodeState:
     """The state of a node's ranks, as its launcher publishes it.
 
     Attributes:
-        name: of its machine.
-        ranks: the node's ranks.
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
         message: its verdict, once it has one.

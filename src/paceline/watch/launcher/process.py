@@ -34,10 +34,8 @@ class _Sample:
     one.
 
     Attributes:
-        time_s: the instant.
         cpu_s: seconds of CPU, by process.
         io_bytes: bytes read and written, by process.
-        share: of a core.
         rate: bytes per second.
     """
 

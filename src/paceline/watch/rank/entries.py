@@ -95,7 +95,6 @@ class Groups:
     """The process groups that this rank is in.
 
     Attributes:
-        by_name: all of them.
         backends: by name, such as `gloo` or `cpu:gloo,cuda:nccl`.
     """
 

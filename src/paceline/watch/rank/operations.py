@@ -60,9 +60,6 @@ class CallWindow:
     """The time during which a thread was in a method that takes a reduce operation or a root.
 
     Attributes:
-        thread: its ident.
-        group: the group's name.
-        operation: as `reduce_scatter`.
         op: torch's reduce operation; None if there is none or it is unknown.
         root: its rank in the group; None if there is none or it is unknown.
         module: whose parameters FSDP gathers or reduces; empty otherwise.
@@ -90,12 +87,10 @@ class Transfer:
     """A send, a receive or a monitored barrier, which gloo's Flight Recorder does not record.
 
     Attributes:
-        group: the group's name.
         operation: `send`, `recv` or `monitored_barrier`.
         number: from 1, per group, operation and peer.
         peer: its rank in the group; None for any, and for a barrier.
         sizes: shapes of its tensors.
-        dtypes: of its tensors.
         began_ns: since 1970.
         stack: who called it.
         purpose: the message of a pipeline that it carries; `None` for any other.

@@ -24,7 +24,6 @@ class Side:
     """The ranks that took one of two ways.
 
     Attributes:
-        ranks: their numbers.
         frames: the user's own, innermost first; empty for ranks that have ended.
         is_in_backward: whether autograd issued the call that they are in.
         has_ended: whether their script is over, and nothing killed it.

@@ -27,7 +27,6 @@ class SourceSpot:
     """A line of source.
 
     Attributes:
-        file: its path.
         line: from 1.
         text: without indentation.
     """

@@ -59,7 +59,6 @@ class State:
         words: to follow the rank's name: `is asleep in time.sleep`.
         frames: the user's own, innermost first.
         call: the one that it waits in.
-        group: of the call.
         since_s: how long it has waited in the call.
         waits_for: ranks that have not arrived.
         operation: name of what it waits in; empty if it does not wait.

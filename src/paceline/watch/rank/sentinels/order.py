@@ -29,7 +29,6 @@ class _Order:
     Attributes:
         sampler: whose they are.
         shuffles: whether it does.
-        now: this round.
         last: the round before.
         trained: backward passes in the last one.
         is_regular: whether each round ended before the next began, so that passes belong to one.

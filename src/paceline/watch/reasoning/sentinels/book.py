@@ -23,7 +23,6 @@ class Proof:
     """What facts prove.
 
     Attributes:
-        code: of the page.
         saw: the fact, as a sentence without its end.
         ranks: that are named.
         frames: the line that it happened at.
