@@ -73,7 +73,7 @@ def test_a_stopped_rank_of_a_training_is_named(tmp_path: Path) -> None:
         (began,) = job.tmp.glob("paceline-launch-*/began-1")
         os.kill(int(began.read_text()), signal.SIGSTOP)
         assert job.wait(_END_S) == 1
-        verdict = job.text[job.text.index("paceline: rank 1 never sent") :]
+        verdict = job.text[job.text.index("paceline: rank 1 never ") :]
         assert verdict.splitlines()[0].endswith("[PL809]")
         assert not job.find_left(5, ignored=["torchinductor"])  # torch makes that folder in any training
 
