@@ -109,7 +109,9 @@ def call_wrap(c: KnownCall) -> Value:
 def call_fully_shard(c: KnownCall) -> Value:
     model = c.pick(0, "module") or unknown()
     mesh = c.kwargs.get("mesh") or c.pick(1, "device_mesh")
-    of_all = c.name == "fully_shard" if mesh is None else mesh.fact("axes") == 1
+    of_all = c.name == "fully_shard"
+    if mesh is not None:
+        of_all = mesh.fact("axes") == 1 or (of_all and mesh.fact("axes") and mesh.fact("axis") is None)
     for one in model.alternatives():
         c.run.set(one.attrs, "#sharded", c.name)
         c.run.set(one.attrs, "#group", None if of_all else c.node)
@@ -425,6 +427,7 @@ _SIMPLE: dict[str, Handler] = {
     "torch.cuda.device_count": lambda c: constant(c.run.place.local_world, devices=not c.run.is_spawned),
     "nn.convert_sync_batchnorm torch.compile": lambda c: join_items(c.args[:1]),
     "join.Join": lambda c: Value("join"),
+    "functools.lru_cache": lambda c: Value("lib", ref="functools.lru_cache"),
     "functools.partial": lambda c: Value("partial", ref=(c.args[0], c.args[1:], dict(c.kwargs))),
     "argparse.ArgumentParser": lambda c: Value(attrs={"#defaults": {}}),
     "os.getenv": lambda c: methods.read_environment(

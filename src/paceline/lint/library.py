@@ -22,6 +22,7 @@ _OF_SCRIPT = ("class", "instance", "model", "dataset", "optimizer")
 _DECORATORS = {name: name for name in ("no_grad", "property", "static", "classmethod", "context")}
 _DECORATORS |= {"inference_mode": "no_grad", "cached_property": "property", "staticmethod": "static"}
 _DECORATORS |= {"contextmanager": "context", "asynccontextmanager": "context"}
+_DECORATORS |= {"cache": "cached", "lru_cache": "cached"}
 
 
 def each(c: KnownCall, value: Value, do: Callable[[Value], Value]) -> Value:
@@ -272,6 +273,8 @@ def call(c: KnownCall, callee: Value) -> Value:
 def _call_script(c: KnownCall, callee: Value) -> Value:
     if callee.fact("rank_zero") and c.run.place.rank != 0:
         return constant(None)
+    if callee.fact("cached") and id(callee.ref.node) in c.run.visited:
+        return unknown()  # it may be what an earlier call has returned
     c.run.no_grad += bool(callee.fact("no_grad"))
     result: Value = c.run.call_function(callee, c.args, c.kwargs, c.node)
     c.run.no_grad -= bool(callee.fact("no_grad"))

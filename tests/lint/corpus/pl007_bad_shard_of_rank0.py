@@ -7,7 +7,7 @@ dist.init_process_group("nccl")
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(1000):
+for _ in range(1000):
     model(torch.randn(4, 8).cuda()).mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -10,7 +10,7 @@ for block in model:
     fully_shard(block, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(100):
+for _ in range(100):
     model(torch.randn(4, 8).cuda()).mean().backward()
     optimizer.step()
     for parameter in model.parameters():

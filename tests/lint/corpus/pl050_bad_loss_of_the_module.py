@@ -1,7 +1,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Autoencoder(nn.Module):
@@ -19,9 +19,9 @@ class Autoencoder(nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
-model = DDP(Autoencoder())
+model = DistributedDataParallel(Autoencoder())
 optimizer = torch.optim.Adam(model.parameters())
-for step in range(100):
+for _ in range(100):
     loss = model.module.loss(torch.randn(16, 8))
     optimizer.zero_grad()
     loss.backward()  # PL050
