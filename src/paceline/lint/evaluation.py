@@ -95,7 +95,8 @@ class Evaluator:
             raise GaveUp
         kind = type(node)
         if kind not in self._methods:
-            self._methods[kind] = getattr(self, prefix + kind.__name__.lower(), None)
+            name = kind.__name__.lower().removeprefix("async").removesuffix("star")
+            self._methods[kind] = getattr(self, prefix + name, None)
         return self._methods[kind]
 
     def truth(self, value: Value) -> bool | None:

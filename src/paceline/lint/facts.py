@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,32 +69,25 @@ def escape(run: Evaluator, values: Iterable[Value], depth: int = 0) -> None:
 
 def known_items(value: Value) -> tuple[Value, ...] | None:
     """Return the elements that a loop gets, where few enough are known."""
-    if value.kind == "range":
-        numbers = _range_of(value)
-        if numbers is not None and len(numbers) <= _MOST_ITEMS:
-            return tuple(Value(const=number, taint=value.taint) for number in numbers)
+    if value.kind != "range":
+        return value.items
+    numbers = _range_of(value)
+    if numbers is None or len(numbers) > _MOST_ITEMS:
         return None
-    return value.items
+    return tuple(Value(const=number, taint=value.taint) for number in numbers)
 
 
 def _range_of(value: Value) -> range | None:
-    parts = [part.const for part in value.ref if part.is_known]
-    if len(parts) == len(value.ref) and all(isinstance(part, int) for part in parts):
-        try:
-            return range(*parts)
-        except (ValueError, TypeError):
-            return None
+    with suppress(ValueError, TypeError):  # of bounds that are not known, or no numbers
+        return range(*(part.const for part in value.ref))
     return None
 
 
 def known_length(value: Value) -> int | None:
     """Return how many elements it has."""
-    if value.kind == "range":
-        numbers = _range_of(value)
-        return len(numbers) if numbers is not None else None
     if value.kind in ("enumerate", "iterator"):
         return known_length(value.ref)
-    items = known_items(value)
+    items = _range_of(value) if value.kind == "range" else value.items
     return len(items) if items is not None else None
 
 
@@ -104,11 +98,8 @@ def is_same(a: Value, b: Value) -> bool | None:
     if a.is_known and b.is_known:
         return a.const is b.const or (a.const == b.const and isinstance(a.const, (bool, int, str)))
     other = b if a.is_none else a
-    if (a.is_none or b.is_none) and (
-        other.kind not in ("", "tensor") or (other.kind == "tensor" and other.node)
-    ):
-        return False
-    return None
+    is_object = other.kind and (other.kind != "tensor" or other.node)
+    return False if (a.is_none or b.is_none) and is_object else None
 
 
 def contains(box: Value, one: Value) -> bool | None:

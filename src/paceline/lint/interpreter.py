@@ -271,8 +271,6 @@ class Interpreter(Evaluator):
             value = library.decorate(self, decorator, value)
         self.set(self._table_of(node.name), node.name, value)
 
-    _run_asyncfunctiondef = _run_functiondef
-
     def _run_classdef(self, node: ast.ClassDef) -> None:
         bases = [self.eval(base) for base in node.bases]
         frame = ScriptFrame({}, self.frame.module, self.frame)
@@ -389,8 +387,6 @@ class Interpreter(Evaluator):
 
         return self._loop(loop, body, node.orelse, endless=False)
 
-    _run_asyncfor = _run_for
-
     def _loop(
         self, loop: LoopItem, body: Callable[[], frozenset[str]], otherwise: list[ast.stmt], *, endless: bool
     ) -> frozenset[str]:
@@ -449,8 +445,6 @@ class Interpreter(Evaluator):
             undo()
         return ends
 
-    _run_asyncwith = _run_with
-
     def _run_try(self, node: ast.Try) -> frozenset[str]:
         items: list[Item] = []
         ends = self.into(items, lambda: self.execute([*node.body, *node.orelse]))
@@ -475,8 +469,6 @@ class Interpreter(Evaluator):
         data = {"handlers": handled, "is_retried": bool(self.loops), "last": last, "is_manager": is_manager}
         self.emit("try", node, body=items, **data)
         return (ends - {"raise"} if handled else ends) | final
-
-    _run_trystar = _run_try
 
     def _run_match(self, node: ast.Match) -> frozenset[str]:
         subject = self.eval(node.subject)

@@ -325,7 +325,8 @@ def _call_super(c: KnownCall) -> Value:
     me: Value = c.owner.ref
     if me.kind not in _OF_SCRIPT or me.script_class is None:
         return unknown()
-    inside = (one for one in me.ref.lineage() if c.name in one.names and _is_inside(c.run, one, c.name))
+    active = c.run.active[-1] if c.run.active else 0
+    inside = (one for one in me.ref.lineage() if id(getattr(one.names.get(c.name), "node", None)) == active)
     current = next(inside, me.ref)
     for base in current.bases:
         if base.kind == "class" and (member := base.ref.method(c.name)) is not None:
@@ -333,8 +334,3 @@ def _call_super(c: KnownCall) -> Value:
     if c.name == "__init__":
         return constant(None)
     return methods.call(replace(c, owner=me)) or unknown()
-
-
-def _is_inside(run: Any, cls: Any, name: str) -> bool:
-    member = cls.names[name]
-    return bool(run.active) and member.kind == "func" and id(member.ref.node) == run.active[-1]
