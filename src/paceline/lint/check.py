@@ -175,9 +175,8 @@ def _apply(witness: WitnessTrace) -> list[LintFinding]:
             code, node = one.code or first, cast(ast.expr, one.node)
             end = node.end_lineno or node.lineno, (node.end_col_offset or 0) + 1
             span = node.lineno, node.col_offset + 1, *end
-            found.setdefault(
-                (one.path, *span[:2], code), _finding(one.path, span, code, RULES[code], one.saw)
-            )
+            place = one.path, *span[:2], code
+            found.setdefault(place, _finding(one.path, span, code, RULES[code], one.saw))
     return sorted(found.values())
 
 

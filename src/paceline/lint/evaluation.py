@@ -288,11 +288,9 @@ class Evaluator:
         if isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             is_in = isinstance(op, (ast.In, ast.NotIn))
             found = facts.contains(right, left) if is_in else facts.is_same(left, right)
-            return (
-                unknown(taint)
-                if found is None
-                else constant(found is isinstance(op, (ast.Is, ast.In)), taint)
-            )
+            if found is None:
+                return unknown(taint)
+            return constant(found is isinstance(op, (ast.Is, ast.In)), taint)
         if left.is_known and right.is_known:
             for one, other in ((left, right), (right, left)):
                 if one.fact("rank") and isinstance(op, (ast.Eq, ast.NotEq)) and other.const in range(16):

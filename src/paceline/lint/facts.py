@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.lint.values import Taint, Value, join, mix, sequence, unknown, words
@@ -25,13 +26,8 @@ def make(run: Evaluator, kind: str, node: ast.AST, values: Iterable[Value] = (),
     values = list(values)
     deps = deps_of(values)
     deps |= {value for value in values if value.kind in ("model", "ddp", "fsdp", "loader")}
-    value = Value(
-        kind,
-        taint=mix(values),
-        deps=deps,
-        node=node,
-        attrs={f"#{name}": fact for name, fact in facts.items()},
-    )
+    attrs = {f"#{name}": fact for name, fact in facts.items()}
+    value = Value(kind, taint=mix(values), deps=deps, node=node, attrs=attrs)
     value.loops = run.loops
     inherit(value, values)
     return value
@@ -132,9 +128,8 @@ def take_slice(run: Evaluator, value: Value, part: Value) -> Value:
     items = known_items(value)
     bounds: list[Any] = [one.const if one.is_known else ... for one in (lower, upper, step)]
     kind = "range" if value.kind == "range" else value.kind if value.kind in ("tuple", "tensor") else "list"
-    by_step = Taint.RANK & lower.taint and (
-        step.fact("world") or (step.is_known and step.const == run.place.world)
-    )
+    is_stride = step.fact("world") or (step.is_known and step.const == run.place.world)
+    by_step = Taint.RANK & lower.taint and is_stride
     by_block = Taint.RANK & lower.taint and Taint.RANK & upper.taint
     if items is not None and ... not in bounds:
         result = sequence(items[slice(*bounds)], "tuple" if kind == "tuple" else "list")
@@ -167,13 +162,11 @@ def buffers_of(model: Value) -> bool | None:
             return True
     if any(name not in ("torch.nn.Module", "nn.Module") for name in model.ref.library_bases()):
         return None
-    found = [
-        buffers_of(part) for part in model.attrs.values() if isinstance(part, Value) and part.kind == "model"
-    ]
+    parts = [part for part in model.attrs.values() if isinstance(part, Value)]
+    found = [buffers_of(part) for part in parts if part.kind == "model"]
     if True in found:
         return True
-    opaque = any(isinstance(part, Value) and part.is_opaque for part in model.attrs.values())
-    return None if None in found or opaque else False
+    return None if None in found or any(part.is_opaque for part in parts) else False
 
 
 def join_items(items: Iterable[Value]) -> Value:
@@ -183,10 +176,7 @@ def join_items(items: Iterable[Value]) -> Value:
         return unknown(Taint.NONE)
     if len(items) > _MOST_JOINED:
         return unknown(mix(items), deps_of(items))
-    result = items[0]
-    for other in items[1:]:
-        result = join(result, other)
-    return result
+    return reduce(join, items)
 
 
 @dataclass

@@ -248,9 +248,8 @@ def call_module(c: KnownCall) -> Value | None:
 @known("dcp.*")
 def call_dcp(c: KnownCall) -> Value | None:
     if c.name in ("save", "load", "async_save") and "no_dist" not in c.kwargs:
-        c.run.emit(
-            "coll", c.node, op=f"checkpoint.{c.name}", via="state", group=c.kwargs.get("process_group")
-        )
+        group = c.kwargs.get("process_group")
+        c.run.emit("coll", c.node, op=f"checkpoint.{c.name}", via="state", group=group)
     if c.name == "StateDictOptions":
         return Value("options", attrs={"#whole": c.is_set("full_state_dict")})
     if c.name.endswith("state_dict") and c.name.startswith("get_"):

@@ -305,9 +305,8 @@ def call_method(c: KnownCall) -> Value:
         return owner
     kind = owner.kind if owner.kind == "tensor" else ""
     taint = mix([owner, *c.values])
-    is_own = owner.kind in ("tensor", "list", "dict", "tuple") or (
-        not owner.kind and owner.taint & Taint.LOCAL
-    )
+    is_local = not owner.kind and owner.taint & Taint.LOCAL
+    is_own = is_local or owner.kind in ("tensor", "list", "dict", "tuple")
     if not is_own:
         taint = (taint & ~Taint.LOCAL) | Taint.UNKNOWN  # it may have made it the same on all ranks
     value = Value(kind, taint=taint, deps=owner.deps | deps_of(c.values), node=c.node)

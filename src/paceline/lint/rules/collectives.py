@@ -6,7 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.lint.rules.rule import Spot, WitnessTrace, at, rule
 from paceline.lint.trace import BranchItem, CallItem, ExitItem, Item, LoopItem, TraceEvent, events
@@ -41,6 +41,9 @@ class Token:
         for part in self.parts:
             for token in part:
                 yield from token.leaves()
+
+
+_Tokens: TypeAlias = Sequence[Token]
 
 
 def list_tokens(items: Sequence[Item], place: WitnessPlace, other: WitnessPlace | None = None) -> list[Token]:
@@ -217,36 +220,20 @@ def unlike_settings(first: WitnessTrace) -> Iterator[Spot]:
                 yield at(event, f"{event.what} is {ranks}.")
 
 
-@rule("PL004")
-def loops_of_unlike_length(first: WitnessTrace) -> Iterator[Spot]:
-    """Report a loop with collectives over data that was split by rank without making the parts equal."""
-    for witness in first.all:
-        for loop in witness.loops:
-            if loop.is_uneven and not loop.is_joined and list_tokens(loop.body, witness.place):
-                yield at(loop, "this loop has a collective, and its data are split by rank without padding.")
-
-
-@dataclass
-class _Scope:
-    """Return what the other ranks would still do: in the round, the loop and the function."""
-
-    round: list[Token]
-    loop: list[Token]
-    function: list[Token]
-
-
-@rule("PL003")
+@rule("PL003 PL004")
 def decided_by_one_rank(first: WitnessTrace) -> Iterator[Spot]:
-    """Report a branch or an exit on a value that differs between ranks, if collectives depend on it."""
+    """Report a branch, an exit or a loop that is decided by one rank, if collectives depend on it."""
     for witness in first.all:
-        yield from _local(witness.items, witness.place, _Scope([], [], []))
+        yield from _local(witness.items, witness.place)
 
 
-def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterator[Spot]:
+def _local(
+    items: Sequence[Item], place: WitnessPlace, turn: _Tokens = (), loop: _Tokens = (), function: _Tokens = ()
+) -> Iterator[Spot]:
+    """Report these in items; the other ranks go on to the tokens of the round, the loop and the function."""
     for i, item in enumerate(items):
         if isinstance(item, CallItem):
-            yield from _local(item.body, place, _Scope([], [], []))
-            continue
+            yield from _local(item.body, place)
         if not isinstance(item, (LoopItem, BranchItem)):
             continue
         rest = list_tokens(items[i + 1 :], place)
@@ -254,17 +241,21 @@ def _local(items: Sequence[Item], place: WitnessPlace, scope: _Scope) -> Iterato
             body = list_tokens(item.body, place)
             if Taint.LOCAL & item.taint and body and isinstance(item.node, ast.While):
                 yield at(item, "the loop has a collective, and ends by a value that differs between ranks.")
-            after = [*scope.function, *scope.round, *rest, *scope.loop, *body]
-            yield from _local(item.body, place, _Scope([], body, after))
+            if item.is_uneven and not item.is_joined and body:
+                saw = "this loop has a collective, and its data are split by rank without padding."
+                yield at(item, saw, "PL004")
+            yield from _local(item.body, place, [], body, [*function, *turn, *rest, *loop, *body])
             continue
-        inner = _Scope([*rest, *scope.round], scope.loop, scope.function)
+        inner = [*rest, *turn], loop, function
         if Taint.LOCAL & item.taint and len(item.arms) == 2:
-            yield from _decided(item, place, inner)
+            yield from _decided(item, place, *inner)
         for arm in item.arms:
-            yield from _local(arm, place, inner)
+            yield from _local(arm, place, *inner)
 
 
-def _decided(branch: BranchItem, place: WitnessPlace, scope: _Scope) -> Iterator[Spot]:
+def _decided(
+    branch: BranchItem, place: WitnessPlace, turn: _Tokens, loop: _Tokens, function: _Tokens
+) -> Iterator[Spot]:
     exits = [arm[-1] if arm and isinstance(arm[-1], ExitItem) else None for arm in branch.arms]
     if all(one is None for one in exits):
         arms = [list_tokens(arm, place) for arm in branch.arms]
@@ -276,9 +267,7 @@ def _decided(branch: BranchItem, place: WitnessPlace, scope: _Scope) -> Iterator
     for one, other in (exits, exits[::-1]):
         if one is None or other is not None or one.kind == "raise":
             continue
-        lefts = {"continue": scope.round, "break": scope.loop}
-        left = lefts.get(one.kind, [*scope.round, *scope.function] or scope.loop)
-        if left:
+        if {"continue": turn, "break": loop}.get(one.kind, [*turn, *function] or loop):
             saw = (
                 f"`{one.kind}` depends on a value that differs between ranks (line {branch.line}), "
                 "and the others go on to a collective."
@@ -294,9 +283,8 @@ def swallowed_error(first: WitnessTrace) -> Iterator[Spot]:
             waits = list_tokens(event.last, witness.place)
             is_all = event.is_manager and any(events(event.last, "destroy"))  # a manager of the whole job
             if waits and (is_all or list_tokens(event.body, witness.place)):
-                saw = (
-                    f"after an error on one rank, {_op(waits[0])} waits for the others, which are elsewhere."
-                )
+                op = _op(waits[0])
+                saw = f"after an error on one rank, {op} waits for the others, which are elsewhere."
                 yield at(waits[0].leaf, saw)
             if not event.is_retried or not list_tokens(event.body, witness.place):
                 continue

@@ -122,16 +122,12 @@ def no_set_epoch(witness: WitnessTrace) -> Iterator[Spot]:
             outer = event.loops[len(inner.loops) :]
             if not outer or loader not in used or any(one.fact("escaped") for one in mine):
                 continue
-            if _runs_once(witness, outer):
+            counts = [loop.count for loop in witness.loops if id(loop.node) in outer]
+            if counts and all(count in (0, 1) for count in counts):
                 continue
             node = inner.node
             assert node is not None
             yield Spot(node, event.path, f"`{name_of(node)}` shuffles, and set_epoch is never called on it.")
-
-
-def _runs_once(witness: WitnessTrace, around: tuple[int, ...]) -> bool:
-    counts = [loop.count for loop in witness.loops if id(loop.node) in around]
-    return bool(counts) and all(count is not None and count <= 1 for count in counts)
 
 
 @rule("PL025", "warning")

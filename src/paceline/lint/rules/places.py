@@ -14,19 +14,13 @@ def rank_as_device(first: WitnessTrace) -> Iterator[Spot]:
     for witness in first.all:
         for event in witness.events("device"):
             number = _index(event.device)
-            if (
-                number is not None
-                and number == witness.place.rank >= event.limit
-                and Taint.RANK & event.device.taint
-            ):
+            if number == witness.place.rank >= event.limit and Taint.RANK & event.device.taint:
                 saw = f"rank {number} takes device {number}, and its node has 8 (16 ranks on two nodes)."
                 yield at(event, saw)
                 return
 
 
 def _index(device: Value) -> int | None:
-    if not device.is_known:
-        return None
     text = str(device.const).rpartition(":")[2]
     return int(text) if text.isdigit() else None
 
@@ -42,9 +36,8 @@ def world_from_devices(first: WitnessTrace) -> Iterator[Spot]:
         if world.is_known and world.fact("devices") and world.const != witness.place.world:
             yield at(event, "world_size is the number of devices of one node.")
     for event in witness.events("device_count"):
-        yield at(
-            event, "a sum over all ranks is divided by torch.cuda.device_count(), the devices of one node."
-        )
+        saw = "a sum over all ranks is divided by torch.cuda.device_count(), the devices of one node."
+        yield at(event, saw)
 
 
 @rule("PL058")

@@ -93,10 +93,7 @@ def rule(codes: str, level: Level = "error") -> Callable[[Check], Check]:
 
 def name_of(node: ast.AST | None) -> str:
     """Return the source of an expression, where it is short."""
-    try:
-        text = ast.unparse(node) if node is not None else ""
-    except Exception:
-        return ""
+    text = ast.unparse(node) if node is not None else ""
     return text if len(text) <= 40 else text[:37] + "..."
 
 

@@ -45,9 +45,7 @@ def saves_one_shard(first: WitnessTrace) -> Iterator[Spot]:
 
 def _path_key(value: Value | None) -> Any:
     """Return what tells two paths apart, or None if that is not known."""
-    if value is None:
-        return None
-    if value.taint & (Taint.RANK | Taint.LOCAL | Taint.UNKNOWN):
+    if value is None or value.taint:
         return None
     if value.is_known:
         return value.const if isinstance(value.const, str) else None
@@ -112,11 +110,7 @@ def setting_too_late(witness: WitnessTrace) -> Iterator[Spot]:
 def load_without_map_location(first: WitnessTrace) -> Iterator[Spot]:
     """Report weights that are loaded to the device from which they were saved, on every rank."""
     witness = first.all[1]
-    on_cuda = any(
-        event.backend is not None and event.backend.is_known and event.backend.const == "nccl"
-        for event in witness.events("init")
-    )
-    if not on_cuda:
+    if "nccl" not in [event.backend.const for event in witness.events("init") if event.backend is not None]:
         return
     for event in witness.events("load_state"):
         state = event.state

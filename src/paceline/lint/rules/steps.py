@@ -40,11 +40,8 @@ def _parts(model: Value, depth: int = 4) -> set[Value]:
 def _may_clear(event: TraceEvent, models: set[Value]) -> bool:
     """Return whether gradients of some models are cleared, as far as is known."""
     for one in event.target.alternatives() if event.kind == "clear" else ():
-        own = (
-            _models(one)
-            if one.kind == "optimizer"
-            else {part for part in (one, *one.deps) if part.kind in _MODELS}
-        )
+        own = {part for part in (one, *one.deps) if part.kind in _MODELS}
+        own = _models(one) if one.kind == "optimizer" else own
         if not own or one.fact("escaped") or set[Value]().union(*map(_parts, own)) & models:
             return True
     return False
