@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.lint.canonical import canonical
 from paceline.lint.facts import KNOWN, KnownCall, deps_of, escape, inherit
-from paceline.lint.values import Taint, Value, mix, unknown, words
+from paceline.lint.values import Taint, Value, canonical, mix, unknown, words
 
 # Positions of the tensor that is written, of the group and of the source or destination.
 _POSITIONS = {

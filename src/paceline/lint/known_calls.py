@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 
 from paceline.lint import methods
-from paceline.lint.canonical import canonical
 from paceline.lint.facts import (
     Handler,
     KnownCall,
@@ -21,7 +20,7 @@ from paceline.lint.facts import (
     make,
     take_slice,
 )
-from paceline.lint.values import UNKNOWN, Taint, Value, constant, mix, sequence, unknown
+from paceline.lint.values import UNKNOWN, Taint, Value, canonical, constant, mix, sequence, unknown
 
 _OF_CONSTANTS = ("int", "str", "float", "bool", "min", "max", "abs", "sum", "round", "any", "all")
 _WRAPPERS = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "DataParallel": "dp"}

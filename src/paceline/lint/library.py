@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 from paceline.lint import calls, known_calls, methods
-from paceline.lint.canonical import canonical
 from paceline.lint.facts import KnownCall, deps_of, escape, inherit, join_items, known_items, make, take_slice
-from paceline.lint.values import Taint, Value, constant, join, mix, sequence, unknown, words
+from paceline.lint.values import Taint, Value, canonical, constant, join, mix, sequence, unknown, words
 
 HANDLERS = known_calls  # which registers what it knows
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from paceline.lint.canonical import canonical
-from paceline.lint.values import UNKNOWN, Taint, Value, join
+from paceline.lint.values import UNKNOWN, Taint, Value, canonical, join
 
 # Tables and keys that have changed, each with its last value.
 Changes: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], str, Any]]
