@@ -240,7 +240,8 @@ def _local(
         if isinstance(item, LoopItem):
             body = list_tokens(item.body, place)
             if Taint.LOCAL & item.taint and body and isinstance(item.node, ast.While):
-                yield at(item, "the loop has a collective, and ends by a value that differs between ranks.")
+                saw = "the loop has a collective, and ends by a value that differs between ranks."
+                yield at(item, saw, "PL003")
             if item.is_uneven and not item.is_joined and body:
                 saw = "this loop has a collective, and its data are split by rank without padding."
                 yield at(item, saw, "PL004")
