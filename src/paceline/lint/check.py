@@ -76,11 +76,11 @@ def concerns_ranks(text: str, path: str) -> bool:
             folder = os.path.join(os.path.dirname(place), *[".."] * (len(dots) - 1))
             for name in plain.split(",") if plain else ["", *names.lstrip("(").split(",")]:
                 full = f"{base}.{name.split()[0] if name.strip() else ''}".strip(".")
-                for file in {*list_files(folder, full), *list_files(os.path.dirname(path), full)}:
-                    if file not in met and file not in _UNCONCERNED:
-                        met.add(file)
-                        with suppress(OSError, UnicodeDecodeError):
-                            ahead.append((Path(file).read_text(encoding="utf-8"), file))
+                files = {*list_files(folder, full), *list_files(os.path.dirname(path), full)}
+                for file in files - met - _UNCONCERNED:
+                    met.add(file)
+                    with suppress(OSError, UnicodeDecodeError):
+                        ahead.append((Path(file).read_text(encoding="utf-8"), file))
     _UNCONCERNED.update(met)
     return False
 

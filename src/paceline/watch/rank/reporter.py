@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from paceline.launching.ending.endings import Ending, describe_ending
+from paceline.launching.ending.endings import Ending, describe_ending, name_signal
 from paceline.launching.rank.import_hook import when_imported
 from paceline.launching.rank.requests import follow_request
 from paceline.launching.watcher import name_account
@@ -230,7 +230,9 @@ class WatchedProcess:
                 WATCHING_THREAD, encoding="ascii"
             )
         self._is_named.set()
-        others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS} - {SIGNAL}
+        others = {number for number in signal.valid_signals() if name_signal(-number) not in _OWN_FAULTS} - {
+            SIGNAL
+        }
         signal.pthread_sigmask(signal.SIG_BLOCK, others)
         assert self._socket is not None
         poll = select.poll()
@@ -428,10 +430,3 @@ def _name_unused(error: BaseException) -> None:
 def _has_groups() -> bool:
     """Return whether a process group exists; otherwise, asking the Flight Recorder would fix its size."""
     return bool(getattr(find_world(), "pg_map", None))
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # A real-time signal.
-        return ""
