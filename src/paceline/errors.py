@@ -8,9 +8,9 @@ import traceback
 from types import ModuleType
 
 # The words of gloo, NCCL and the store for a peer that has gone, in a RuntimeError or an error of torch. The
-# same words in others, such as ConnectionRefusedError, are about sockets, pipes and locks of the script.
+# same words in others, or in what a loader's worker raised, are about sockets, pipes and locks of the script.
 _PEER_GONE = re.compile(
-    r"^(RuntimeError|torch\.[\w.]+): .*"
+    r"^(RuntimeError|torch\.[\w.]+): (?!Caught ).*"
     r"(connection (closed|reset) by peer|connection refused|broken pipe|socket closed|remote process exited"
     r"|connectfullmesh failed|application timeout caused pair closure|timed out waiting|wait timeout"
     r"|failed to recv|nccl communicator was aborted)",

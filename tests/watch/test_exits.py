@@ -89,6 +89,8 @@ def test_an_error_raised_from_a_lost_peer_has_lost_it():
 )
 def test_a_scripts_own_connections_and_locks_are_no_peers(error):
     assert not describe_ending(0, error).follower
+    caught = f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal Traceback\n{error}"
+    assert not describe_ending(0, RuntimeError(caught)).follower
     for torchs in (dist.DistNetworkError, dist.DistStoreError):
         assert describe_ending(0, torchs(str(error))).follower
 
