@@ -155,6 +155,20 @@ class Nodes:
         for other in self._others(node):
             _do("ip", "-n", self.namespace(node), "route", "del", "prohibit", other)
 
+    def block(self, node: int, other: int, verdict: str) -> None:
+        """Part two nodes from each other, by a verdict of nftables such as `drop`."""
+        for at, source in ((node, other), (other, node)):
+            rules = "add table ip parted; add chain ip parted in { type filter hook input priority 0; }; "
+            # A reset is let in, so that both ends learn of it, as from a router between them.
+            for rule in ("tcp flags & rst == rst accept", f"meta l4proto tcp {verdict}"):
+                rules += f"add rule ip parted in ip saddr {self.address(source)} {rule}; "
+            _do("ip", "netns", "exec", self.namespace(at), "nft", rules)
+
+    def unblock(self, node: int, other: int) -> None:
+        """Undo `block`."""
+        for at in (node, other):
+            _do("ip", "netns", "exec", self.namespace(at), "nft", "delete table ip parted")
+
     def _others(self, node: int) -> list[str]:
         return [self.address(other) for other in range(self._count) if other != node]
 
