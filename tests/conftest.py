@@ -16,6 +16,8 @@ from tests.dist.pool import Pool
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
+SLOW_LIMIT_S = 1000
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
@@ -53,8 +55,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt, each of which must exist, as slow and as siblings; tests marked `gpu` skip
-    where there is no CUDA device."""
+    """Marks the tests of slow.txt, each of which must exist, as slow and as siblings; slow tests get more
+    time; tests marked `gpu` skip where there is no CUDA device."""
     lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
     slow = {line for line in lines if line and not line.startswith("#")}
     found: set[str] = set()
@@ -65,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if names & slow:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.sibling)
+        # The limit of other tests is shorter than what the pool of ranks gives a slow test on a busy machine.
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
     if not any("::" in argument for argument in config.args):
         files = {name for name in found if "::" not in name}
         unknown = [line for line in sorted(slow - found) if line.partition("::")[0] in files]

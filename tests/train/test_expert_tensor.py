@@ -24,7 +24,6 @@ def test_verify_finds_the_numbers_of_one_process(ranks: Pool, tmp_path: Path) ->
     assert verified.ok, list(map(str, verified.findings))
 
 
-@pytest.mark.timeout(600)
 def test_every_axis_at_once_on_32_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of cp, which have the same tokens, and two data ranks share the experts."""
     table = recipe_table(tmp_path)

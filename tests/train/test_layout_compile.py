@@ -79,7 +79,6 @@ def test_recompute_of_compiled_blocks(ranks: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 @pytest.mark.parametrize(
     ("nproc", "layout"),

@@ -90,7 +90,6 @@ def test_compile_reaches_a_model_of_torchs_own_classes(ranks: Pool) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_compiled_model_trains_to_about_the_same(ranks: Pool, tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     eager = ranks.run(train_small, nproc=1, args=(False,))[0]
@@ -103,7 +102,6 @@ def train_compiled_recipe(world: World, table: dict[str, Any], settings: list[st
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_compiled_recipe_trains_to_about_the_same(ranks: Pool, tmp_path: Path) -> None:
     """With dropout off, as compiled graphs draw other random numbers."""
     table = text_recipe(tmp_path)

@@ -599,9 +599,7 @@ def save_every_step(world: Any, folder: str, num_steps: int) -> tuple[list[str],
     return hashes, num_bytes
 
 
-@pytest.mark.parametrize(
-    "num_steps", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize("num_steps", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_saving_every_step_with_random_delays(ranks: Pool, tmp_path: Path, num_steps: int) -> None:
     args = (str(tmp_path / "run"), num_steps)
     hashes, _ = ranks.run(save_every_step, 2, args, timeout_s=280)[0]
