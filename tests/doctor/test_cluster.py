@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -183,6 +184,16 @@ def test_wrong_results_of_one_node(nodes: Nodes, tmp_path: Path) -> None:
     ]
 
 
+def wait_for_a_message(pid: int, address: str) -> None:
+    """Wait until a process's node has had a connection with an address: the check has begun."""
+    # The kernel lists addresses as hexadecimal numbers, with the last byte first.
+    remote = f" {int.from_bytes(socket.inet_aton(address), 'little'):08X}:"
+    end_s = time.monotonic() + 100
+    while remote not in Path(f"/proc/{pid}/net/tcp").read_text():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
 def test_a_node_that_stops_in_the_middle(nodes: Nodes, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "doctor", "--nnodes", "3", "--rdzv-endpoint"]
     command += [f"{nodes.address(0)}:29500", "--no-collectives"]
@@ -199,7 +210,7 @@ def test_a_node_that_stops_in_the_middle(nodes: Nodes, tmp_path: Path) -> None:
             )
             for node in range(COUNT)
         ]
-        time.sleep(3)
+        wait_for_a_message(running[2].pid, nodes.address(1))
         running[2].kill()
         out, error = running[0].communicate(timeout=100)
         for process in running[1:]:
