@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import paceline
+from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.models.moe import MoeGpt
 from paceline.recipe.schema import MoeModel
@@ -103,9 +102,9 @@ def test_an_average_goes_on_over_layouts(ranks: Pool, tmp_path: Path, chain: str
             assert torch.equal(value, wanted), (layout, name)
         assert losses["loss"][0] != losses["loss"][1]
     torch.testing.assert_close(losses["loss"][0].item(), evaluate_plainly(kind, average))
-    command = [sys.executable, "-m", "paceline", "checkpoint", "export", str(tmp_path)]
-    subprocess.run([*command, str(tmp_path / "average.safetensors"), "--average"], check=True)
-    exported = load_file(tmp_path / "average.safetensors")
+    out = tmp_path / "average.safetensors"
+    assert main(["checkpoint", "export", str(tmp_path), str(out), "--average"]) == 0
+    exported = load_file(out)
     assert [name for name in exported if not torch.equal(exported[name], average[name])] == []
     assert exported.keys() >= {name for name in average if name not in buffers}
 
@@ -180,7 +179,9 @@ def test_impossible_decays_are_refused(ema: Any, code: str) -> None:
     assert caught.value.code == code
 
 
-def test_another_decay_and_a_missing_average_are_refused(tmp_path: Path) -> None:
+def test_another_decay_and_a_missing_average_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with start(threads_per_rank=1):
         trainer = small()
         trainer.resume(tmp_path)
@@ -197,20 +198,12 @@ def test_another_decay_and_a_missing_average_are_refused(tmp_path: Path) -> None
         trainer.resume(tmp_path, accept=["ema"])
         with trainer.average.applied():  # nothing was averaged yet
             assert not torch.equal(next(trainer.model.parameters()), next(small().model.parameters()))
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "checkpoint",
-        "export",
-        str(tmp_path),
-        str(tmp_path / "out"),
-        "--json",
-    ]
-    done = subprocess.run([*command, "--average"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "PL514" in done.stdout + done.stderr
-    assert json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["bytes"] > 0
+    command = ["checkpoint", "export", str(tmp_path), str(tmp_path / "out"), "--json"]
+    assert main([*command, "--average"]) == 2
+    captured = capsys.readouterr()
+    assert "PL514" in captured.out + captured.err
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] > 0
 
 
 def copied(world: Any, layout: str) -> str:
