@@ -23,7 +23,7 @@ PAGES = Path(__file__).parent / "tutorials"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
 _EXIT = re.compile(r"\s+# exit (-?\d+)$")
-_LIMIT_S = 120
+_LIMIT_S = 300
 # Of the machine, of torch at its start, or of a rank's own prefix: nothing that a reader looks for.
 _NOISE = re.compile(r"USDT:|Warning: .*CUDA|^\s*$")
 

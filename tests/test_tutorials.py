@@ -19,7 +19,7 @@ NAMES = sorted(path.stem for path in tutorials.PAGES.glob("[0-9]*.md"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
     assert "\n$ " in tutorials.run_page(tutorials.PAGES / f"{name}.md", tmp_path)
