@@ -2,9 +2,9 @@
 
     python benchmarks/plan/by_size.py > benchmarks/plan/by_size.txt
 
-Llama-shaped models in bf16 with AdamW in fp32, sequences of 2,048 tokens, 512 samples per step, microbatches
-of one, the fast reduction. A row has the fastest layout that fits, its step, and how much slower the fastest
-layout of the next kind is.
+Llama-shaped models, embedding and head apart, in bf16 with AdamW in fp32, sequences of 2,048 tokens, 512
+samples per step, microbatches of one, the fast reduction. A row has the fastest layout that fits, its step, and
+how much slower the fastest layout of the next kind is.
 
 Behind that, rules of thumb: throughput of a rank under dp_replicate over that of one rank alone, and how much
 longer a step takes under dp_shard, with 4 x 2,048 tokens per rank.
@@ -30,14 +30,14 @@ CLUSTERS = (
     "8 nodes of 8 H100-80, 12.5 Gbit/s",
     "64 nodes of 8 H100-80, 400 Gbit/s",
 )
-SMALL = {"4M": (2, 128, 4), "23M": (6, 384, 6)}
+SMALL = {"9M": (2, 128, 4), "35M": (6, 384, 6)}
 RULES = (*CLUSTERS[1:4], "8 nodes of 1 H100-80, 25 Gbit/s")
 
 
 def make(sizes: tuple[int, int, int], samples: int, microbatch: int) -> Recipe:
     """Return the recipe of a model."""
     layers, hidden, heads = sizes
-    model = {"kind": "gpt", "layers": layers, "hidden": hidden, "heads": heads}
+    model = {"kind": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "tie_embeddings": False}
     data = {"kind": "text", "seq_len": 2048, "tokenizer": "bpe", "vocab_size": 32000}
     train = {"steps": 1, "global_batch_size": samples, "microbatch_size": microbatch, "dtype": "bf16"}
     return parse_recipe({"model": model, "data": data, "train": train | {"reduction": "fast"}})

@@ -88,26 +88,28 @@ class Demands:
         forward, after = self._add_states(parts, layout, num).values()
         samples = min(costs.microbatch, costs.global_batch)
         blocks = [part for part in parts if part.input_bytes]
-        keeps = [samples * self._keep(part, layout) for part in parts]
+        keeps = [samples * self._keep(part, layout, layout.recompute) for part in parts]
         kept = held * sum(keeps)
         ends = keeps[-1] if parts[-1] is costs.after or parts[-1] is costs.apart else 0.0
+        alike = {id(part.products): part for part in blocks or parts}.values()
         # What a second forward adds to what the block has kept, and what is temporary in its backward.
-        plain = replace(layout, recompute="none")
         work = samples * max(
-            self._keep(part, plain)
-            - self._keep(part, layout)
+            self._keep(part, layout, "none")
+            - self._keep(part, layout, layout.recompute)
             + part.work_bytes / layout.tp / (1 if part.kept.mixed else layout.cp)
-            for part in blocks or parts
+            for part in alike
         )
         loss = samples * max(costs.loss_bytes, costs.after.work_bytes) / layout.tp if ends else 0.0
-        numbers = sum(part.count_own(layout, sharded=True) for part in parts)
-        largest = max(part.count_own(layout, sharded=True) for part in blocks or parts)
+        numbers = sum(part.num_parameters for part in parts) / layout.tp
+        if layout.ep > 1:
+            numbers = sum(part.count_own(layout, sharded=True) for part in parts)
+        largest = max(part.count_own(layout, sharded=True) for part in alike)
         copies = 0.0
         if costs.copies_weights:
             copies = 2 * (largest if layout.recompute == "block" else numbers)
         gathered = 0.0
         # A gradient is made before it is added to.
-        most = max(part.most_numbers for part in blocks or parts)
+        most = max(part.most_numbers for part in alike)
         buffers = most / layout.tp / layout.ep * sizes.gradient_bytes
         if layout.dp_shard > 1 and layout.pp > 1 and layout.zero == 3:
             # A whole stage, and the next action's if it is of another one (parallel/stages/stage_shards.py).
@@ -116,7 +118,7 @@ class Demands:
         elif layout.dp_shard > 1:
             # Whole gradients that are being summed, and blocks that are gathered ahead.
             ahead = 1 + costs.prefetch if layout.zero == 3 else 0
-            whole_block = largest * sizes.gathered + max(p.frozen.divide(layout.tp) for p in blocks or parts)
+            whole_block = largest * sizes.gathered + max(p.frozen.divide(layout.tp) for p in alike)
             buffers = largest * sizes.gradient_bytes + ahead * whole_block
         frozen = sum(part.frozen.divide(layout.tp) for part in parts) / layout.dp_shard
         if layout.dp_shard > 1:  # what is outside of blocks stays gathered
@@ -148,13 +150,13 @@ class Demands:
         instant, terms = max(options.items(), key=lambda item: sum(item[1].values()))
         return Demand({key: value for key, value in terms.items() if value}, instant, stage)
 
-    def _keep(self, part: ModelPart, layout: Layout) -> float:
+    def _keep(self, part: ModelPart, layout: Layout, recompute: str) -> float:
         """Return the bytes that one sample keeps in a part; outside of blocks, ranks of cp see all rows."""
         if not part.input_bytes:
             return part.kept.divide(layout.tp, sequence=layout.sequence)
-        if layout.recompute == "block":
+        if recompute == "block":
             return part.input_bytes / (layout.tp if layout.sequence else 1) / layout.cp
-        kept = part.kept_selective if layout.recompute == "selective" else part.kept
+        kept = part.kept_selective if recompute == "selective" else part.kept
         return kept.divide(layout.tp, layout.cp, layout.ep_cp, sequence=layout.sequence)
 
     def _add_states(

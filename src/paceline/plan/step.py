@@ -246,15 +246,15 @@ class StepModel:
         sent = self.costs.blocks[0].width_bytes * samples / layout.cp
         sent /= layout.tp if layout.sequence or self.costs.scatters else 1
         message = self.cluster.time_message(sent, strides["pp"])
-        # Gradients of tied weights go from the last stage to the first, and their sum goes back once a step;
-        # those from the last of several stages are early.
+        # Gradients of tied weights go from the last stage to the first, one behind the other, and their sum
+        # goes back once a step. Those from the last of several stages have time on their way.
         tied = 0.0 if layout.schedule in AS_V else self.costs.count_tied(layout.tp)
         spread = self.cluster.time_message(tied, strides["pp"] * (layout.pp - 1)) if tied else 0.0
         back = self.cluster.time_message(sent + tied * (layout.num_stages == 2), strides["pp"])
         stages = layout.num_stages // layout.pp
         if by_formula:
             each = (sum(forward) + sum(backward)) / layout.pp
-            return num * each, (layout.pp - 1) * each / stages
+            return num * each, max((layout.pp - 1) * each / stages, num * (spread - each)) + spread
         chunks = layout.chunks if layout.chunks > 1 else None
         period = layout.pp if layout.schedule == "interleaved" else 1
         plain = layout.schedule in ("1f1b", "gpipe", "interleaved")
@@ -269,11 +269,12 @@ class StepModel:
             busy[home] += forward[stage] + backward[stage]
             rounded[home] += level[stage] + level[stage + layout.num_stages]
         longest, waits, total = max(busy), 0.0, _simulate(named, level, ways)
-        if num > short and any(ways):  # some ranks may wait for messages of every microbatch
+        # Ranks may wait for messages of every microbatch; less than 1% is not worth another simulation.
+        if num > short and sum(ways) > 0.01 * max(rounded):
             longer = (layout.schedule, layout.pp, short + layout.pp, chunks)
             waits = max(0.0, (_simulate(longer, level, ways) - total) / layout.pp - max(rounded))
         total = unit * (total + (num - short) * waits) + (num - short) * longest
-        return num * longest, max(0.0, total - num * longest) + spread
+        return num * longest, max(0.0, total - num * longest, num * (spread - longest)) + spread
 
 
 @lru_cache(maxsize=512)
