@@ -3,8 +3,8 @@
     python benchmarks/plan/by_size.py > benchmarks/plan/by_size.txt
 
 Llama-shaped models, embedding and head apart, in bf16 with AdamW in fp32, sequences of 2,048 tokens, 512
-samples per step, microbatches of one, the fast reduction. A row has the fastest layout that fits, its step, and
-how much slower the fastest layout of the next kind is.
+samples per step, microbatches of one, the fast reduction. A row has the fastest layout that fits, its step,
+and how much slower the fastest layout of the next kind is.
 
 Behind that, rules of thumb: throughput of a rank under dp_replicate over that of one rank alone, and how much
 longer a step takes under dp_shard, with 4 x 2,048 tokens per rank.
