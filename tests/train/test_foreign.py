@@ -109,9 +109,10 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.head = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)  # not in a state_dict
 
     def forward(self, x: Any) -> Any:
-        return self.head(self.blocks(x))
+        return self.head(self.blocks(x + self.positions))
 
 
 def compiled(kind: str) -> Any:

@@ -89,16 +89,18 @@ class TrainedModels:
 
     @explain_arguments
     def whole_state(self, model: str = "model") -> dict[str, Tensor]:
-        """Return the whole model like a plain one's `state_dict`, with all of its buffers; collective.
+        """Return the whole model like a plain one's `state_dict`; collective.
 
         Returns:
-            On rank 0 all parameters and buffers by full name, on the CPU; on other ranks an empty dict.
+            On rank 0 all parameters and persistent buffers by full name, on the CPU; elsewhere an empty dict.
         """
         found: dict[str, Tensor] = {}
         module = self._find(model)
+        saved = module.state_dict(keep_vars=True).keys()
+        buffers = module.named_buffers(remove_duplicate=False)
         named = [
             *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
+            *((name, buffer) for name, buffer in buffers if name in saved),
         ]
         with self._whole_islands():
             for name, tensor in named:
@@ -131,8 +133,7 @@ class TrainedModels:
         """
         state = self.whole_state(model)
         if self.world.is_main:
-            persistent = plain.state_dict().keys()
-            plain.load_state_dict({name: state[name] for name in persistent})
+            plain.load_state_dict(state)
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
