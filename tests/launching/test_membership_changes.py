@@ -112,7 +112,7 @@ class Run:
         assert [size for size, before in zip(seen, [0, *seen], strict=False) if size != before] == sizes
         rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, self.num_steps + 1))
-        ranks.run(train_alone, nproc=1, args=(self.alone, self.folder / "alone"))
+        ranks.run(train_alone, nproc=1, args=(self.alone, self.folder / "alone"), timeout_s=150)
         ours, alone = (hash_of(self.folder / name) for name in ("run", "alone"))
         assert ours == alone
 
