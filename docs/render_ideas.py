@@ -5,6 +5,9 @@ python docs/render_ideas.py
 
 from __future__ import annotations
 
+import csv
+import math
+from collections import defaultdict
 from pathlib import Path
 
 from paceline.pipeline.orders import make_schedule
@@ -12,6 +15,7 @@ from paceline.pipeline.schedule import ActionKind
 from paceline.pipeline.simulate import simulate
 
 FOLDER = Path(__file__).parent / "pictures"
+RESIDUALS = Path(__file__).parents[1] / "benchmarks" / "plan" / "residuals.csv"
 BLUE, GREEN, ORANGE, RED, GREY = "#7fb3e6", "#8fcf9b", "#f3b562", "#e88080", "#dddddd"
 RANKS = 4
 
@@ -37,6 +41,9 @@ class Figure:
         self.parts.append(
             f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="#333" marker-end="url(#end)"/>'
         )
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{fill}" fill-opacity="0.6"/>')
 
     def write(self, name: str) -> None:
         head = (
@@ -230,6 +237,48 @@ def draw_staleness() -> None:
     figure.write("staleness")
 
 
+KINDS = {
+    "step": ("published step times, each publication predicted without its own rows", BLUE),
+    "memory": ("published peaks of memory, nothing fitted", GREEN),
+    "storages": ("storages of small models on CPU ranks, nothing fitted", ORANGE),
+    "machine": ("step times of small models on two CPU cores, from a probe", RED),
+}
+
+
+def draw_residuals() -> None:
+    """Draw a dot for each plan that was compared with a measurement: predicted over measured."""
+    rows: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in KINDS}
+    with RESIDUALS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            rows[row["kind"]][row["group"]].append(float(row["predicted_over_measured"]))
+    shown = {kind: groups for kind, groups in rows.items() if groups}
+    height = 60 + sum(34 + 20 * len(groups) for groups in shown.values())
+    figure = Figure(720, height, "Predicted over measured, a dot for each plan")
+
+    def place(ratio: float) -> float:
+        return 430 + 150 * math.log2(min(4.0, max(0.25, ratio))) * 0.9
+
+    y, lines = 18, len(figure.parts)
+    for kind, groups in shown.items():
+        words, fill = KINDS[kind]
+        figure.words(10, y + 14, words)
+        y += 30
+        for group, ratios in sorted(groups.items()):
+            figure.words(150, y + 4, f"{group} ({len(ratios)})", "end")
+            for number, ratio in enumerate(ratios):
+                figure.dot(place(ratio), y + 5 * math.sin(2.4 * number), fill)
+            y += 20
+        y += 4
+    for ratio in (0.25, 0.5, 0.8, 1, 1.25, 2, 4):
+        grey = "#333" if ratio == 1 else GREY
+        x = place(ratio)
+        figure.parts.insert(
+            lines, f'<line x1="{x:.1f}" y1="40" x2="{x:.1f}" y2="{y}" stroke="{grey}" stroke-width="1"/>'
+        )
+        figure.words(x, y + 18, f"{ratio:g}", "middle")
+    figure.write("residuals")
+
+
 def main() -> None:
     """Write all figures."""
     for draw in (
@@ -242,6 +291,7 @@ def main() -> None:
         draw_pipeline,
         draw_kill,
         draw_staleness,
+        draw_residuals,
     ):
         draw()
 
