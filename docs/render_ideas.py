@@ -253,10 +253,10 @@ def draw_residuals() -> None:
             rows[row["kind"]][row["group"]].append(float(row["predicted_over_measured"]))
     shown = {kind: groups for kind, groups in rows.items() if groups}
     height = 60 + sum(34 + 20 * len(groups) for groups in shown.values())
-    figure = Figure(720, height, "Predicted over measured, a dot for each plan")
+    figure = Figure(740, height, "Predicted over measured, a dot for each plan")
 
     def place(ratio: float) -> float:
-        return 430 + 150 * math.log2(min(4.0, max(0.25, ratio))) * 0.9
+        return 450 + 150 * math.log2(min(4.0, max(0.25, ratio))) * 0.9
 
     y, lines = 18, len(figure.parts)
     for kind, groups in shown.items():
@@ -264,7 +264,7 @@ def draw_residuals() -> None:
         figure.words(10, y + 14, words)
         y += 30
         for group, ratios in sorted(groups.items()):
-            figure.words(150, y + 4, f"{group} ({len(ratios)})", "end")
+            figure.words(170, y + 4, f"{group} ({len(ratios)})", "end")
             for number, ratio in enumerate(ratios):
                 figure.dot(place(ratio), y + 5 * math.sin(2.4 * number), fill)
             y += 20
