@@ -83,8 +83,10 @@ def tune(world: paceline.World, name: str, folder: str, run: str, layout: str) -
     trainer.resume(run)
     before = trainer.whole_state()
     if world.is_main:
-        expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+        expected, buffers = plain.state_dict(), dict(trainer.model.named_buffers())
+        assert before.keys() == expected.keys()
         assert all(torch.equal(before[key], each) for key, each in expected.items())
+        assert all(torch.equal(buffers[key], each) for key, each in plain.named_buffers())
     rows = [{key: each[n] for key, each in make_batch(name).items()} for n in range(4)]
     for batch in trainer.loader(rows, global_batch_size=4, epochs=2):
         trainer.step(batch)
