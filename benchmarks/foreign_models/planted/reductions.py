@@ -44,7 +44,7 @@ SENT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def summed(name: str) -> dict[str, Any]:
-    """What patches the sum of a bucket in a fault, on all ranks."""
+    """Return the words of a fault that changes the sum of a bucket on all ranks."""
     return {"patch": (replicate, "sum_bucket", partial(send_changed, SENT[name])), "everywhere": True}
 
 
