@@ -29,9 +29,8 @@ def broadcast_tensors(
     for bucket in _fill_buckets(tensor.detach() for tensor in tensors):
         is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) if is_copied else bucket[0].view(-1)
-        dist.broadcast(
-            flat.view(torch.uint8), group=group, group_src=source
-        )  # bytes, which every library sends
+        # As bytes, which every library sends.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
         if is_copied and group.rank() != source:
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
