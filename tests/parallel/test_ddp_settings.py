@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.errors import PacelineError
@@ -294,3 +296,23 @@ def test_a_model_with_nothing_to_train_is_refused(ranks: Pool) -> None:
             assert isinstance(error, PacelineError)
             assert error.code == "PL420"
             assert "none of the 6 parameters of Sequential" in str(error)
+
+
+def train_twice(world: Any, settings: dict[str, Any]) -> None:
+    for _ in range(2):
+        trainer = build_trainer(**settings)
+        for share in trainer.loader(data(8), global_batch_size=4):
+            trainer.step(share)
+
+
+def count_modules_of_ddp(world: Any) -> int:
+    gc.collect()
+    return sum(isinstance(each, DistributedDataParallel) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_world_that_is_closed_keeps_no_model(ranks: Pool, reduction: str) -> None:
+    """DDP holds on to its hooks, where Python does not find a circle."""
+    before = ranks.run(count_modules_of_ddp)
+    ranks.run(train_twice, args=({"reduction": reduction},))
+    assert ranks.run(count_modules_of_ddp) == before

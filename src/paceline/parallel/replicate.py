@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,10 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, torch.full_like(ctx.saved_tensors[0], ctx.value), None
+
+
+def _note_reached(reached: set[int], place: int, *_: Any) -> None:
+    reached.add(place)
 
 
 def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
@@ -144,7 +149,7 @@ class Replica:
         self._nodes = [get_gradient_edge(p).node for p in self.trained] if self._completes else []
         for place, node in enumerate(self._nodes):
             # Not the versions of gradients: those in one bucket of DDP share a version.
-            node.register_hook(partial(self._note_reached, place))
+            node.register_hook(partial(_note_reached, self._reached, place))
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = self._waited_s = 0.0
         self._is_showing = False
@@ -157,8 +162,10 @@ class Replica:
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             init_sync=False,
         )
-        # A lambda, because DDP compares annotations with types, and here they are strings.
-        self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
+        # A weak reference, because this object holds DDP, and DDP its hook where Python's garbage collector
+        # does not look. A lambda, because DDP compares annotations with types, and here they are strings.
+        reduce_bucket = WeakMethod(self._reduce_bucket)
+        self._ddp.register_comm_hook(None, lambda _state, bucket: reduce_bucket()(bucket))  # type: ignore[misc]
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
             self._show_graph()
             # DDP's next forward orders its buckets, which waits for all ranks and moves the gradients that
@@ -211,9 +218,6 @@ class Replica:
         if not self._last_launch_s or loss.is_cuda:
             return 0.0
         return self._waited_s + time.perf_counter() - self._last_launch_s
-
-    def _note_reached(self, place: int, *_: Any) -> None:
-        self._reached.add(place)
 
     def _complete(self) -> None:
         """Add zero gradients for the parameters that backward has left out, because DDP waits for them."""
