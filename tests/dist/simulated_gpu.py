@@ -1,10 +1,11 @@
 """A GPU without numbers, for tests on a machine that has none.
 
-Tensors of `cuda:0` are fake ones of torch: operations check shapes, types and devices, and mixing devices is an
-error as it is on a GPU. Tensors of the CPU are real. A read of a number gives 1. Copies to the host and reads are
-recorded with the line that asks for them, as are copies from memory that is not locked: the host waits for the
-device in all of them. Backward is torch's own, with the hooks of DDP and FSDP. Other ranks do not exist:
-collectives end at once and leave their tensors as they are. `streams.py` finds races between streams.
+Tensors of `cuda:0` are fake ones of torch: operations check shapes, types and devices, and mixing devices is
+an error as it is on a GPU. Tensors of the CPU are real. A read of a number gives 1. Copies to the host and
+reads are recorded with the line that asks for them, as are copies from memory that is not locked: the host
+waits for the device in all of them. Backward is torch's own, with the hooks of DDP and FSDP. Other ranks do
+not exist: collectives end at once and leave their tensors as they are. `streams.py` finds races between
+streams.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import paceline.parallel.replicate  # it names torch's futures, which are replaced below
+import paceline.parallel.replicate  # noqa: F401 (it names torch's futures, which are replaced below)
 from paceline import world as worlds
 from paceline.parallel.stages.transfer import StrideOrder
 from paceline.torch_seams.tensors import is_fake
@@ -56,7 +57,9 @@ class Waits(TorchDispatchMode):
         if not any(map(_is_on_gpu, tree_leaves((args, kwargs)))):
             return call(*args, **kwargs)
         if name.startswith("c10d::"):
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_on_gpu(leaf) and isinstance(leaf, Tensor)]
+            given = [
+                leaf for leaf in tree_leaves((args, kwargs)) if _is_on_gpu(leaf) and isinstance(leaf, Tensor)
+            ]
             self.streams.use(self.streams.current(), [], given)
             return self._send(call, args, kwargs)
         if name == "aten::_local_scalar_dense":
@@ -73,7 +76,11 @@ class Waits(TorchDispatchMode):
             self.streams.run(call, args, kwargs, found)
             return found
         source = args[name == "aten::copy_"]
-        target = torch.device(kwargs.get("device") or source.device) if name == "aten::_to_copy" else args[0].device
+        target = (
+            torch.device(kwargs.get("device") or source.device)
+            if name == "aten::_to_copy"
+            else args[0].device
+        )
         is_asynchronous = bool(kwargs.get("non_blocking")) or (name == "aten::copy_" and args[2:3] == (True,))
         if source.device.type != target.type and not is_asynchronous:
             self.note()
@@ -93,7 +100,8 @@ class Waits(TorchDispatchMode):
     def _send(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Return what a collective returns; it ends at once."""
         real = tree_map(
-            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+            (args, kwargs),
         )
         found = call(*real[0], **real[1])
         return (args[0], *found[1:]) if isinstance(found, tuple) and len(found) > 1 else found
@@ -104,7 +112,9 @@ class Waits(TorchDispatchMode):
 
     def note(self) -> None:
         self.streams.synchronize()
-        frames = [f for f in traceback.extract_stack() if "/paceline/" in f.filename and "/tests/" not in f.filename]
+        frames = [
+            f for f in traceback.extract_stack() if "/paceline/" in f.filename and "/tests/" not in f.filename
+        ]
         if frames:
             path = frames[-1].filename.rpartition("/paceline/")[2]
             self.places.append(f"{path}:{frames[-1].name}")
@@ -156,7 +166,6 @@ class _Future(torch.futures.Future[_T]):
             torch.autograd.Variable._execution_engine.queue_callback(self.await_all)
         self.pending.append(self.streams.current().record_event())
         super().set_result(result)
-
 
     @classmethod
     def await_all(cls) -> None:
@@ -243,8 +252,8 @@ _CUDA = {
 def _set_guard() -> list[Any]:
     """Let torch accept CUDA devices in autograd; returns what must stay in memory.
 
-    torch has a guard that does nothing, and puts it in the place of one that counts no devices. This build has
-    none at all, so one whose every method returns 0 is put there first.
+    torch has a guard that does nothing, and puts it in the place of one that counts no devices. This build
+    has none at all, so one whose every method returns 0 is put there first.
     """
     library = ctypes.CDLL(str(_LIBRARIES / "libc10.so"))
     registry = (ctypes.c_void_p * 8).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -262,8 +271,8 @@ def _set_guard() -> list[Any]:
 def _with_accelerator() -> Iterator[None]:
     """Let torch's engine of backward take CUDA for the accelerator of this build.
 
-    It asks an object that this build has in the place of CUDA's, whose first methods are whether CUDA is built
-    and available, and whether a device has been used.
+    It asks an object that this build has in the place of CUDA's, whose first methods are whether CUDA is
+    built and available, and whether a device has been used.
     """
     find = ctypes.CDLL(str(_LIBRARIES / "libtorch_cpu.so"))._ZN2at6detail12getCUDAHooksEv
     find.restype = ctypes.c_void_p
@@ -315,14 +324,14 @@ def simulated_gpu(world_size: int = 1, rank: int = 0) -> Iterator[Waits]:
             torch.autograd.set_multithreading_enabled(False),  # a thread per device would need a device
             mock.patch("torch.tensor", _make_tensor),
             mock.patch("torch.futures.Future", _Future),
-            mock.patch.object(Tensor, "pin_memory", lambda self: self),
+            mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),
             mock.patch.object(Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream)),
-            mock.patch.object(c10d.Logger, "set_runtime_stats_and_log", lambda self: None),
+            mock.patch.object(c10d.Logger, "set_runtime_stats_and_log", return_value=None),
             # It counts the forwards that DDP times, in a build for CUDA by events of its driver.
-            mock.patch.object(c10d.Reducer, "prepare_for_forward", lambda self: None),
+            mock.patch.object(c10d.Reducer, "prepare_for_forward", return_value=None),
             mock.patch.object(dist, "all_reduce", _all_reduce(waits)),
             mock.patch.object(dist, "all_gather_object", _gather_objects),
-            mock.patch.object(dist, "broadcast_object_list", lambda *args, **settings: None),
+            mock.patch.object(dist, "broadcast_object_list", return_value=None),
             mock.patch.object(StrideOrder, "read", _read_order(waits)),
             mock.patch.multiple("torch.cuda", **_CUDA | cuda),
             waits,

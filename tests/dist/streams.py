@@ -1,9 +1,10 @@
 """Streams of a simulated GPU: finds memory that one stream uses while another may still write or read it.
 
-Each stream has a clock of what it has waited for, by stream. An operation belongs to the current stream. It is
-a race if it reads what another stream has written, or writes what another one reads or has written, without
-having waited for it. Memory that the host drops goes to the next allocation on the stream that it came from: this
-one must have waited for the other streams that have used it, unless `record_stream` was called for them.
+Each stream has a clock of what it has waited for, by stream. An operation belongs to the current stream. It
+is a race if it reads what another stream has written, or writes what another one reads or has written,
+without having waited for it. Memory that the host drops goes to the next allocation on the stream that it
+came from: this one must have waited for the other streams that have used it, unless `record_stream` was
+called for them.
 
 A collective that is not asynchronous runs on the current stream, as NCCL's do. Others are taken to have been
 waited for at once, all-reduces excepted. Freeing by `resize_` is not seen.
@@ -99,7 +100,9 @@ class Streams:
             [made for made in _list_tensors(found) if made.untyped_storage()._cdata not in self._memories],
         )
 
-    def use(self, stream: Stream, read: list[Tensor], written: list[Tensor], made: list[Tensor] | None = None) -> None:
+    def use(
+        self, stream: Stream, read: list[Tensor], written: list[Tensor], made: list[Tensor] | None = None
+    ) -> None:
         """Note one kernel."""
         join(stream.clock, self._host)
         stream.clock[stream.number] = tick = stream.clock.get(stream.number, 0) + 1
