@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -182,7 +183,7 @@ class Pool:
             return self._collect(nproc, timeout_s)
         except RankError:
             raise
-        except BaseException:  # pytest's limit for a test: what these ranks still do would answer the next call
+        except BaseException:  # pytest's limit for a test: these ranks would answer the next call
             while self._members:
                 self._members.pop().kill()
             raise
@@ -344,6 +345,21 @@ def _reset(environ: Mapping[str, str], handlers: Mapping[int, Any]) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
+    _forget_meshes()
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches for DTensors: they keep every mesh, and with it a group and its threads."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for each in vars(module).values():
+                if isinstance(each, functools._lru_cache_wrapper):
+                    each.cache_clear()

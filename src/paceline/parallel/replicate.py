@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -164,8 +164,8 @@ class Replica:
         )
         # A weak reference, because this object holds DDP, and DDP its hook where Python's garbage collector
         # does not look. A lambda, because DDP compares annotations with types, and here they are strings.
-        reduce_bucket = WeakMethod(self._reduce_bucket)
-        self._ddp.register_comm_hook(None, lambda _state, bucket: reduce_bucket()(bucket))  # type: ignore[misc]
+        replica = ref(self)
+        self._ddp.register_comm_hook(None, lambda _, bucket: replica()._reduce_bucket(bucket))  # type: ignore[union-attr]
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
             self._show_graph()
             # DDP's next forward orders its buckets, which waits for all ranks and moves the gradients that

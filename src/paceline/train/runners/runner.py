@@ -241,7 +241,7 @@ class Runner(ABC):
     def forget_used(self) -> None:
         """Forget which parameters were used, before the next update."""
         if self.used is not None:
-            self.used = [False] * len(self._trained)
+            self.used[:] = [False] * len(self._trained)
 
     def run_forward(
         self, objective: Objective[Result], share: Share, *, step: int, phase: int

@@ -47,7 +47,10 @@ class WholeRunner(Runner):
         self._held: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
         if self.used is not None:
-            self._watch_use()
+            for number, parameter in enumerate(self._trained):
+                # Without this object: DDP holds the parameter, and it the hook, where Python sees no circle.
+                mark = partial(_mark, self.used, number)
+                parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
 
     @property
     def silent(self) -> bool:
@@ -163,11 +166,6 @@ class WholeRunner(Runner):
                 self._left_out = [p for p in self._left_out if not self._exact.is_used(p)]
         work.launch.now(leaves_out=bool(self._left_out))
 
-    def _watch_use(self) -> None:
-        for number, parameter in enumerate(self._trained):
 
-            def mark(_parameter: Tensor, number: int = number) -> None:
-                assert self.used is not None
-                self.used[number] = True
-
-            parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+def _mark(used: list[bool], number: int, _parameter: Tensor) -> None:
+    used[number] = True
