@@ -186,6 +186,19 @@ def test_a_forward_that_looks_at_values_is_refused() -> None:
     assert "Looks" in str(found.value)
 
 
+class Ends(Looks):
+    """A model whose forward ends the process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sys.exit("no data")
+
+
+def test_a_forward_that_ends_the_process_is_refused() -> None:
+    with pytest.raises(PacelineError, match=r"calls sys\.exit") as found:
+        trace_costs(Ends(), torch.zeros(2, 4), 2, 4)
+    assert found.value.code == "PL938"
+
+
 def make_nothing() -> Any:
     raise ValueError("no")
 

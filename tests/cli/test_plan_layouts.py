@@ -225,6 +225,7 @@ def test_a_probed_cluster_is_planned_for(
         ({"inside": "[inside]\nalpha_s = 1e-4\nbytes_per_s = nan"}, "PL932", "inside.bytes_per_s: nan"),
         ({"nodes": "2 2"}, "PL933", "cannot be read"),
         ({"ranks_per_node": "2.5"}, "PL933", "ranks_per_node is 2.5"),
+        ({"inside": INSIDE + "\nall_reduce = 5"}, "PL933", "inside.all_reduce is 5"),
         (
             {"processor": write_product("64.0, 4")},
             "PL933",

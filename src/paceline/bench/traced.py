@@ -117,10 +117,10 @@ def trace_costs(model: nn.Module, example: Any, samples: int, global_batch: int)
     try:
         trace = trace_forward(model, run)
         kept = _record_kept(model, run)
-    except PacelineError as error:
+    except (PacelineError, SystemExit) as error:
         raise PacelineError(
             "PL938",
-            saw=error.saw,
+            saw="The forward calls sys.exit." if isinstance(error, SystemExit) else error.saw,
             rule="A plan runs the batch through the model on tensors without numbers. A forward that "
             "looks at values (.item(), if x.any(), nonzero) has no plan, nor has a batch that does not fit.",
             fix="Pass a batch that fits, and with which the model does not look (no padding, no mask), or "

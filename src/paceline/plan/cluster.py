@@ -312,12 +312,12 @@ def read_file(path: Path) -> Cluster:
             if needed or section is not None:
                 raise _file_error(path, f"[{name}] is missing, and there are {nodes} nodes of {ranks} ranks")
             continue
-        calls = {
-            key: (read(row, f"{name}.{key}.empty_s"), read(row, f"{name}.{key}.bytes_per_s"))
-            for key, row in section.items()
-            if isinstance(row, dict)
-        }
         alpha_s, rate = (read(section, f"{name}.{key}") for key in ("alpha_s", "bytes_per_s"))
+        calls = {}
+        for key in section.keys() - {"ranks", "alpha_s", "bytes_per_s"}:
+            if not isinstance(row := section[key], dict):
+                raise _file_error(path, f"{name}.{key} is {row!r}, not `empty_s` and `bytes_per_s`")
+            calls[key] = (read(row, f"{name}.{key}.empty_s"), read(row, f"{name}.{key}.bytes_per_s"))
         wires[name] = Wire(alpha_s, rate, calls, int(read(section, f"{name}.ranks", 0)))
     chip = table.get("processor")
     rows = chip.get("products") if isinstance(chip, dict) else None
