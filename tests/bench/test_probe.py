@@ -22,8 +22,8 @@ from paceline.recipe import Rules, load_recipe
 
 LINKS = ProbedClass(2, 1e-4, 1e9, {"all_reduce": (2e-4, 2e9), "all_gather": (1e-4, 1e9)})
 PROBE = ProbedCluster(
-    ("a", "b"), 2, "cpu", 1e10, 1e10, 1e-5, [(64.0, 64.0, 64.0, 4, 1e10)], LINKS,
-    replace(LINKS, bytes_per_s=1e8), 0.01, ("the machine was busy",), 12.0,
+    ("a", "b"), 2, "cpu", 1e10, 1e10, 1e-5, [(64.0, 64.0, 64.0, 4, 1e10)], [(128.0, 16.0, 128.0, 4, 1e9)],
+    LINKS, replace(LINKS, bytes_per_s=1e8), 0.01, ("the machine was busy",), 12.0,
 )  # fmt: skip
 
 
@@ -33,6 +33,8 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert tomllib.loads(path.read_text())["between"]["bytes_per_s"] == 1e8
     found = read_file(path)
     assert (found.nodes, found.ranks_per_node, found.is_probed) == (2, 2, True)
+    assert found.processor.measured == tuple(PROBE.products)
+    assert found.processor.attention == tuple(PROBE.attention)
     assert found.inside is not None
     assert found.inside.calls["all_reduce"] == (2e-4, 2e9)
     assert found.remarks == ("the machine was busy",)
@@ -67,7 +69,7 @@ def test_real_ranks_are_measured_and_planned_for(tmp_path: Path) -> None:
     found = measure_cluster(2, device="cpu")
     assert found.inside is not None
     assert set(found.inside.calls) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
-    assert all(1e7 < rate < 1e13 for *_, rate in found.products)
+    assert all(1e7 < rate < 1e13 for *_, rate in found.products + found.attention)
     path = tmp_path / "cluster.toml"
     _write(path, list(format_probe(found)))
     recipe = load_recipe("recipes/gpt-stdlib.toml", [])

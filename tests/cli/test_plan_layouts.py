@@ -232,6 +232,11 @@ def test_a_probed_cluster_is_planned_for(
             "[64.0, 4]",
         ),
         (
+            {"processor": write_product("64.0, 64.0, 64.0, 4, 1e10") + "\nattention = [[128.0, 16.0]]"},
+            "PL933",
+            "attention has [128.0, 16.0]",
+        ),
+        (
             {"processor": write_product("'a', 64.0, 64.0, 4, 1e10")},
             "PL933",
             "'a'",

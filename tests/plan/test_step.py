@@ -67,6 +67,18 @@ def test_compute_alone_is_operations_over_rate() -> None:
     assert step.communication == 0
 
 
+def test_attention_takes_the_rate_that_a_probe_has_measured_for_it() -> None:
+    scores, values = (Product(128, k, c, "heads", 4, True, 0.5) for k, c in ((16, 128), (128, 16)))
+    block = ModelPart((scores, values), input_bytes=4, width_bytes=4)
+    model = ModelCosts("test", ModelPart(), (block,), ModelPart(), global_batch=8, microbatch=2, clips=False)
+    rows = ((128.0, 16.0, 128.0, 4, 1e12),)
+    slow = tuple((*row[:4], 1e9) for row in rows)
+    chip = replace(CHIP, measured=rows, attention=slow)
+    step = StepModel(model, replace(cluster(1, 1), processor=chip), PLAIN).time(Layout(dp_replicate=1))
+    flops = 2 * 0.5 * 4 * 2 * 128 * 16 * 128
+    assert step.compute == pytest.approx(8 * (1 + 2.5) * flops / 1e9)
+
+
 def brute_force(computes: list[float], gathers: list[float], sums: list[float], ahead: int) -> float:
     """Return the end of the later stream, by stepping through events."""
     num, ends, gathered = len(computes), [math.inf] * len(computes), [math.inf] * len(computes)

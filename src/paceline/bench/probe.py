@@ -3,8 +3,8 @@
 Protocol, the same on every rank; all ranks measure at the same time, because they share cores, memory and
 links in training too:
 
-1. Matrix products over a grid of shapes and types; then a copy beyond the caches, and a tiny block forward
-   and backward, which shows the cost of starting an operation.
+1. Matrix products and attention over a grid of shapes and types; then a copy beyond the caches, and a tiny
+   block forward and backward, which shows the cost of starting an operation.
 2. All-reduce, all-gather, reduce-scatter and all-to-all: over the ranks of each node, then over ranks of
    different nodes. Calls of a size follow each other, and the slowest rank counts. A line through the sizes
    gives the seconds of an empty call and the bus bandwidth (nccl-tests, doc/PERFORMANCE.md).
@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.bench.collectives import build_calls
 from paceline.comm.nodes import find_nodes
@@ -34,13 +34,16 @@ from paceline.mesh import build_mesh
 from paceline.models.gpt import GptBlock
 from paceline.parallel.sums.gradient_sum import sum_rows
 from paceline.plan.calls import BUS_FACTORS, fit_line
+from paceline.plan.cluster import MeasuredProduct
 from paceline.plan.costs import BLOCK_CALLS
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import GptModel
 from paceline.train.trainer import Trainer
 from paceline.world import World, start
 
+_DTYPES = (torch.float32, torch.bfloat16)
 _ROWS, _WIDTHS = (64, 512, 4096), (64, 256, 1024, 4096)
+_TOKENS, _HEADS, _NUM_HEADS = (128, 1024), (16, 64, 128), 8
 # A product of more operations would take seconds on a core.
 _MOST_FLOPS = {"cpu": 4e9, "cuda": 1e13}
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -74,7 +77,8 @@ class ProbedCluster:
     memory_bytes: float
     memory_bytes_per_s: float
     call_s: float
-    products: list[tuple[float, float, float, int, float]]
+    products: list[MeasuredProduct]
+    attention: list[MeasuredProduct]
     inside: ProbedClass | None
     between: ProbedClass | None
     other_s: float
@@ -103,6 +107,7 @@ def _run(device: str) -> ProbedCluster:
         per_node = min(nodes.count(node) for node in set(nodes))
         spreads: list[float] = []
         products = _measure_products(world, spreads)
+        attention = _measure_attention(world, spreads)
         copy_s = _median(world, _time(world, _copy(world)), spreads)
         # Backward starts twice as many, in plans.
         call_s = _median(world, _time(world, _run_block(world)), spreads) / (3 * BLOCK_CALLS)
@@ -117,6 +122,7 @@ def _run(device: str) -> ProbedCluster:
             memory_bytes_per_s=2 * _COPY_BYTES / copy_s,
             call_s=call_s,
             products=products,
+            attention=attention,
             inside=classes["inside"],
             between=classes["between"],
             other_s=other_s,
@@ -136,23 +142,29 @@ def _list_remarks(spreads: list[float], nodes: Sequence[int]) -> Iterator[str]:
 # ---- one rank
 
 
-def _measure_products(world: World, spreads: list[float]) -> list[tuple[float, float, float, int, float]]:
+def _measure_products(world: World, spreads: list[float]) -> list[MeasuredProduct]:
     kind, found = world.device.type, []
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, inner, columns in itertools.product(_ROWS, _WIDTHS, _WIDTHS):
-            flops = 2.0 * rows * inner * columns
-            if flops > _MOST_FLOPS[kind]:
-                continue
-            left = torch.randn(rows, inner, device=world.device, dtype=dtype)
-            right = torch.randn(columns, inner, device=world.device, dtype=dtype)
-            call = _multiply(left, right)
-            took_s = _median(world, _time(world, call, repeats=3), spreads)
-            found.append((float(rows), float(inner), float(columns), dtype.itemsize, flops / took_s))
+    for dtype, rows, inner, columns in itertools.product(_DTYPES, _ROWS, _WIDTHS, _WIDTHS):
+        flops = 2.0 * rows * inner * columns
+        if flops > _MOST_FLOPS[kind]:
+            continue
+        left = torch.randn(rows, inner, device=world.device, dtype=dtype)
+        right = torch.randn(columns, inner, device=world.device, dtype=dtype)
+        call = partial(nn.functional.linear, left, right)
+        took_s = _median(world, _time(world, call, repeats=3), spreads)
+        found.append((float(rows), float(inner), float(columns), dtype.itemsize, flops / took_s))
     return found
 
 
-def _multiply(left: Tensor, right: Tensor) -> Callable[[], object]:
-    return lambda: nn.functional.linear(left, right)
+def _measure_attention(world: World, spreads: list[float]) -> list[MeasuredProduct]:
+    found = []
+    for dtype, tokens, width in itertools.product(_DTYPES, _TOKENS, _HEADS):
+        one = torch.randn(1, _NUM_HEADS, tokens, width, device=world.device, dtype=dtype)
+        call = partial(nn.functional.scaled_dot_product_attention, one, one, one, is_causal=True)
+        flops = 2.0 * _NUM_HEADS * tokens**2 * width  # half of two products
+        took_s = _median(world, _time(world, call, repeats=3), spreads)
+        found.append((float(tokens), float(width), float(tokens), dtype.itemsize, flops / took_s))
+    return found
 
 
 def _copy(world: World) -> Callable[[], object]:

@@ -75,11 +75,11 @@ def format_probe(found: ProbedCluster) -> Iterator[str]:
     yield f"memory_bytes = {found.memory_bytes:.4g}"
     yield f"memory_bytes_per_s = {found.memory_bytes_per_s:.4g}"
     yield f"call_s = {found.call_s:.4g}  # to start an operation"
-    yield "products = [  # rows, inner, columns, bytes of a number, operations per second"
-    yield from (
-        f"  [{r:g}.0, {k:g}.0, {c:g}.0, {size}, {rate:.4g}]," for r, k, c, size, rate in found.products
-    )
-    yield "]"
+    yield "# rows, inner, columns, bytes of a number, operations per second"
+    for name, rows in (("products", found.products), ("attention", found.attention)):
+        yield f"{name} = [" + "  # tokens, width of a head, tokens" * (name == "attention")
+        yield from (f"  [{r:g}.0, {k:g}.0, {c:g}.0, {size}, {rate:.4g}]," for r, k, c, size, rate in rows)
+        yield "]"
     for name, links in (("inside", found.inside), ("between", found.between)):
         if links is not None:
             yield from _format_class(name, links)

@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -45,6 +46,9 @@ class Wire:
     num_ranks: int = 0
 
 
+MeasuredProduct = tuple[float, float, float, int, float]
+
+
 @dataclass(frozen=True)
 class Processor:
     """A GPU, or the cores of one CPU rank.
@@ -57,6 +61,7 @@ class Processor:
         memory_bytes_per_s: read and written.
         call_s: seconds to start a kernel.
         measured: (rows, inner, columns, bytes of a number, operations per second) of a probe.
+        attention: the same of causal attention: tokens, width of a head, tokens.
         host_bytes_per_s: to CPU memory, one way.
     """
 
@@ -66,7 +71,8 @@ class Processor:
     memory_bytes: float
     memory_bytes_per_s: float
     call_s: float
-    measured: tuple[tuple[float, float, float, int, float], ...] = ()
+    measured: tuple[MeasuredProduct, ...] = ()
+    attention: tuple[MeasuredProduct, ...] = ()
     host_bytes_per_s: float = 25e9
 
     @property
@@ -320,23 +326,36 @@ def read_file(path: Path) -> Cluster:
             calls[key] = (read(row, f"{name}.{key}.empty_s"), read(row, f"{name}.{key}.bytes_per_s"))
         wires[name] = Wire(alpha_s, rate, calls, int(read(section, f"{name}.ranks", 0)))
     chip = table.get("processor")
-    rows = chip.get("products") if isinstance(chip, dict) else None
-    if not isinstance(chip, dict) or not isinstance(rows, list) or not rows:
+    if not isinstance(chip, dict) or not chip.get("products"):
         raise _file_error(path, "[processor] has no `products`")
-    products, best = [], dict[int, float]()
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 5:
-            raise _file_error(path, f"a product is {row!r}, not rows, inner, columns, bytes and a rate")
-        height, inner, width, size, speed = (read(each, "a product's number") for each in row)
-        products.append((height, inner, width, int(size), speed))
-        best[int(size)] = max(best.get(int(size), 0.0), speed)
+
+    def read_products(key: str) -> Iterator[MeasuredProduct]:
+        rows = chip.get(key, [])
+        for row in rows if isinstance(rows, list) else [rows]:
+            if not isinstance(row, list) or len(row) != 5:
+                raise _file_error(path, f"{key} has {row!r}, not rows, inner, columns, bytes and a rate")
+            height, inner, width, size, speed = (read(each, f"a number of {key}") for each in row)
+            yield height, inner, width, int(size), speed
+
+    products, best = tuple(read_products("products")), dict[int, float]()
+    for *_, size, speed in products:
+        best[size] = max(best.get(size, 0.0), speed)
     names = ("memory_bytes", "memory_bytes_per_s", "call_s")
     memory, rate, call_s = (read(chip, f"processor.{name}") for name in names)
     remarks = table.get("remarks", [])
     return Cluster(
         nodes,
         ranks,
-        Processor(str(chip.get("name", "cpu")), best, 1.0, memory, rate, call_s, tuple(products)),
+        Processor(
+            str(chip.get("name", "cpu")),
+            best,
+            best=1.0,
+            memory_bytes=memory,
+            memory_bytes_per_s=rate,
+            call_s=call_s,
+            measured=products,
+            attention=tuple(read_products("attention")),
+        ),
         wires.get("inside"),
         wires.get("between"),
         is_probed=True,

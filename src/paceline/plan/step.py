@@ -23,7 +23,7 @@ from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs as StageCosts
 from paceline.pipeline.simulate import simulate
-from paceline.plan.cluster import Cluster, Processor
+from paceline.plan.cluster import Cluster, MeasuredProduct
 from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.fit import Constants
 from paceline.plan.traffic import list_part_calls, list_sum_calls
@@ -206,8 +206,11 @@ class StepModel:
         rows = product.rows * (1.0 if times != 1.0 else samples) / cp
         flops = product.flops * samples / cp
         peak = chip.find_flops(max(2, size) if product.is_attention else size)
-        if chip.measured:
-            rate = find_rate(chip, rows, product.inner, product.columns, size)
+        if chip.attention and product.is_attention:
+            width, tokens = sorted((product.inner, product.columns))
+            rate = find_rate(chip.attention, rows, width, tokens, size)
+        elif chip.measured:
+            rate = find_rate(chip.measured, rows, product.inner, product.columns, size)
         elif product.is_attention:
             rate = peak * chip.best * self.fit.attention
         else:
@@ -472,9 +475,11 @@ def expose(
     return exposed + contention * max(0.0, sent - exposed)
 
 
-def find_rate(chip: Processor, rows: float, inner: float, columns: float, size: int) -> float:
+def find_rate(
+    measured: Sequence[MeasuredProduct], rows: float, inner: float, columns: float, size: int
+) -> float:
     """Return the operations per second of a shape, from the nearest ones that a probe has measured."""
-    same = [row for row in chip.measured if row[3] == size] or list(chip.measured)
+    same = [row for row in measured if row[3] == size] or measured
     wanted = [math.log(max(1.0, each)) for each in (rows, inner, columns)]
     near = sorted(
         (sum((math.log(a) - b) ** 2 for a, b in zip(row[:3], wanted, strict=True)), row[4]) for row in same
