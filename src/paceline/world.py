@@ -172,9 +172,15 @@ class World:
                     'reduction="fast" does not need them'
                 )
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Register a function to call at close, when the process group is gone; the last one runs first."""
-        self._undo.callback(callback)
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Register a function to call at close, when the process group is gone; the last one runs first.
+
+        Returns:
+            a function that takes the registration back.
+        """
+        callbacks = [callback]
+        self._undo.callback(lambda: [each() for each in callbacks])
+        return callbacks.clear
 
     def close(self) -> None:
         """Destroy the process group and restore the settings that `start` changed. Safe to call twice.

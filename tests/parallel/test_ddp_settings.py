@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.errors import PacelineError
 from paceline.parallel import replicate
 from paceline.parallel.replicate import sum_bucket
+from paceline.train.loop import Loop
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import (
@@ -298,11 +300,25 @@ def test_a_model_with_nothing_to_train_is_refused(ranks: Pool) -> None:
             assert "none of the 6 parameters of Sequential" in str(error)
 
 
-def train_twice(world: Any, settings: dict[str, Any]) -> None:
-    for _ in range(2):
-        trainer = build_trainer(**settings)
-        for share in trainer.loader(data(8), global_batch_size=4):
-            trainer.step(share)
+def train_and_let_go(world: Any, layout: str, settings: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the models of a trainer and of a loop are free once these are closed."""
+    trainer = build_trainer(layout=layout, **settings)
+    for share in trainer.loader(data(8), global_batch_size=4):
+        trainer.step(share)
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop(model, optimizer, layout=layout, microbatch_size=2, **settings)
+    for step in loop.loader(data(8), global_batch_size=4):
+        for (x,) in step:
+            step.backward(loop.model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    held = weakref.ref(trainer.model), weakref.ref(loop.model)
+    trainer.close()
+    loop.close()
+    del trainer, loop, model, optimizer, share, step, x
+    gc.collect()
+    return held[0]() is None, held[1]() is None
 
 
 def count_modules_of_ddp(world: Any) -> int:
@@ -311,8 +327,14 @@ def count_modules_of_ddp(world: Any) -> int:
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_a_world_that_is_closed_keeps_no_model(ranks: Pool, reduction: str) -> None:
-    """DDP holds on to its hooks, where Python does not find a circle."""
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_a_model_is_free_when_its_trainer_is_closed(ranks: Pool, layout: str, reduction: str) -> None:
+    """DDP holds on to hooks where Python does not find a circle."""
+    found = ranks.run(train_and_let_go, args=(layout, {"reduction": reduction}))
+    assert found == [(True, True)] * 2
+
+
+def test_a_world_that_is_closed_keeps_no_model(ranks: Pool) -> None:
     before = ranks.run(count_modules_of_ddp)
-    ranks.run(train_twice, args=({"reduction": reduction},))
+    ranks.run(train, args=(4, {}))
     assert ranks.run(count_modules_of_ddp) == before

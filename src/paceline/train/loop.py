@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
@@ -115,6 +116,7 @@ class Loop(Training[LoopStep]):
     ) -> None:
         named = dict(locals())  # every argument; must be the first line
         self._step: LoopStep | None = None
+        self._optimizer_hooks: tuple[RemovableHandle, ...] = ()
         self._num_split = 0
         self._first_pass: FirstPass | None = None
         self._is_several = isinstance(models, Mapping)
@@ -136,7 +138,7 @@ class Loop(Training[LoopStep]):
         self.mean_names = tuple(means)
         super().__init__(given, forward or call_model, None, example)
         self.update.num_means = len(self.mean_names)
-        self._hook_optimizers()
+        self._optimizer_hooks = self._hook_optimizers()
 
     def _check_layout(self) -> None:
         super()._check_layout()
@@ -282,6 +284,8 @@ class Loop(Training[LoopStep]):
         step, self._step = self._step, None
         if step is not None:
             step.close(quietly=True)
+        for hook in self._optimizer_hooks:
+            hook.remove()
         super().close()
         if not self._is_keeping and _NO_INF_CHECKS in str(self.world.error):
             raise PacelineError(
@@ -420,7 +424,7 @@ class Loop(Training[LoopStep]):
             return float(count_samples(batch))
         return check_weight("weight= returned", self._weigh(batch))
 
-    def _hook_optimizers(self) -> None:
+    def _hook_optimizers(self) -> tuple[RemovableHandle, ...]:
         """Make the steps of optimizers over these models see tensors that their kernels can handle."""
         update, stacks = self.update, WeakKeyDictionary[Optimizer, ExitStack]()
         mine = set(map(id, self.model.parameters()))
@@ -450,8 +454,7 @@ class Loop(Training[LoopStep]):
         def end(optimizer: Optimizer, *_: Any) -> None:
             stacks.pop(optimizer, ExitStack()).close()
 
-        self.world.on_close(register_optimizer_step_pre_hook(begin).remove)
-        self.world.on_close(register_optimizer_step_post_hook(end).remove)
+        return register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
 
 
 @explain_arguments

@@ -140,7 +140,7 @@ class Training(TrainedModels, Generic[Handed]):
         models = {name: each.model for name, each in built.items()}
         super().__init__(world, models, updates, self.layout, given.ema)
         self._start_run()
-        world.on_close(self.close)
+        self._forget = world.on_close(self.close)
 
     def _check_layout(self) -> None:
         """Raise if the arguments do not go with the layout."""
@@ -554,7 +554,12 @@ class Training(TrainedModels, Generic[Handed]):
         """End the step that a loop of the user's own has open, if any."""
 
     def close(self) -> None:
-        """Close files and restore the signal handlers; `World.close` calls it."""
+        """Close files, restore the signal handlers, and let the world hold this object no longer.
+
+        `World.close` calls it. Call it on all ranks to train another model in the same world: the memory of
+        this one is free when nothing else of yours holds it.
+        """
+        self._forget()
         self._requests.remove()
         for update in self._updates.values():
             update.close()
