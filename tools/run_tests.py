@@ -33,7 +33,7 @@ _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xp
 
 def main(words: list[str]) -> int:
     """Run all parts; return the exit code."""
-    # Once for the hundreds of processes to come, of which none may keep it: CI sets PYTHONDONTWRITEBYTECODE.
+    # Once for the hundreds of processes to come, which may not keep it where PYTHONDONTWRITEBYTECODE is set.
     compileall.compile_dir("src", quiet=2, workers=0)
     if any(word.startswith(str(TESTS)) for word in words):
         return subprocess.run([sys.executable, "-m", "pytest", *words], check=False).returncode
