@@ -19,6 +19,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import PacelineError
+from paceline.launching.elastic import tcp_record
 from paceline.launching.elastic.tcp_record import TcpRecord
 from paceline.launching.members.etcd import Etcd, list_servers
 from paceline.launching.members.open_store import open_store
@@ -134,6 +135,37 @@ def test_a_tcp_store_that_was_started_again_is_no_store_of_this_job() -> None:
     with pytest.raises(StoreError, match="without the state of the job") as raised:
         client.read()
     assert raised.value.is_final
+
+
+def test_a_beat_that_no_store_has_taken_is_not_told_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_record, "_CALL_S", 0.5)
+    place = "127.0.0.1", free_port()
+    host = TcpRecord(place, "j", "127.0.0.1")
+    is_cut = threading.Event()
+
+    def forward(one: socket.socket, other: socket.socket) -> None:
+        while words := one.recv(4096):
+            if not is_cut.is_set():
+                other.sendall(words)
+
+    with ExitStack() as stack:
+        front = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = TcpRecord(front.getsockname(), "j", None)
+
+        def serve() -> None:
+            # The first connection only asks whether something listens.
+            stack.enter_context(front.accept()[0])
+            near, far = front.accept()[0], socket.create_connection(place, 2)
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=forward, args=(one, other), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        client.beat("a", "1")
+        assert host.read_beats(["a"]) == [b"1"]
+        is_cut.set()
+        with pytest.raises(StoreError, match="no answer"):
+            client.beat("a", "2")
+        assert host.read_beats(["a"]) == [b"1"]
 
 
 def test_strangers_at_the_port_of_a_tcp_store_learn_and_change_nothing() -> None:

@@ -48,7 +48,7 @@ class TcpRecord:
         self.is_host = self._client is not None
 
     def beat(self, key: str, value: str) -> None:
-        self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", value))
+        self._call(lambda client: _set(client, f"{self._prefix}/beats/{key}", value))
 
     def read_beats(self, keys: Sequence[str]) -> list[bytes | None]:
         names = [f"{self._prefix}/beats/{key}" for key in keys]
@@ -61,7 +61,7 @@ class TcpRecord:
         return self._call(read) if names else []
 
     def end_beats(self, key: str) -> None:
-        self._call(lambda client: client.set(f"{self._prefix}/beats/{key}", ""))
+        self._call(lambda client: _set(client, f"{self._prefix}/beats/{key}", ""))
 
     def read(self) -> bytes | None:
         found = self._call(lambda client: _get(client, self._prefix))
@@ -118,6 +118,12 @@ def _get(client: Any, key: str) -> bytes | None:
     """Return a value, by one message there and back; torch's `get` needs two, and awaits a missing key."""
     found = bytes(client.compare_set(key, _NO_VALUE, _NO_VALUE))
     return None if found == _NO_VALUE.encode() else found
+
+
+def _set(client: Any, key: str, value: str) -> None:
+    """Store a value; torch's `set` alone returns as soon as the message is on its way."""
+    client.set(key, value)
+    client.check([key])
 
 
 def _serve(place: Address, address: str) -> TCPStore | None:
