@@ -119,6 +119,31 @@ def test_nodes_join_are_lost_leave_and_end(pool: ThreadPoolExecutor) -> None:
     assert (record.ended, record.nodes) == ("done", {})
 
 
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_node_that_comes_back_to_a_job_at_its_end_ends_with_it(
+    pool: ThreadPoolExecutor, is_good: bool
+) -> None:
+    disk, terms = Disk(), Terms(1, 2)
+    a, b = (Launcher(disk, name, terms) for name in "ab")
+    first = [pool.submit(launcher.meet) for launcher in (a, b)]
+    assert sorted(each.result() for each in first) == [(0, 2), (1, 2)]
+    b.link.fault = "cut"
+    assert a.rendezvous.await_news(20)
+    assert a.meet() == (0, 1)
+    if is_good:
+        a.rendezvous.finish()
+    else:
+        a.rendezvous.set_closed()
+    b.link.fault = ""
+    await_true(b.rendezvous.is_closed)
+    expected = RendezvousGracefulExitError if is_good else RendezvousClosedError
+    with pytest.raises(expected, match="ended"):
+        b.meet()
+    for launcher in (b, a):
+        launcher.rendezvous.shutdown()
+    assert read_record(disk.record).ended == ("done" if is_good else "failed")
+
+
 def test_a_spare_takes_over_and_ends_with_the_job(pool: ThreadPoolExecutor) -> None:
     disk, terms = Disk(), Terms(1, 2)
     a, b, c, d = (Launcher(disk, name, terms) for name in "abcd")

@@ -137,9 +137,11 @@ class StoreRendezvous(RendezvousHandler):
         except RendezvousTimeoutError:
             raise self._fail(explain_wait(self._waits, self._terms, self._record, self._me.key)) from None
         except RendezvousClosedError:
-            if self._formed is None and not self._is_asked():
+            if self._is_asked():
+                raise
+            if self._formed is None or self._record.ended == "done":
                 raise RendezvousGracefulExitError("the job has ended without this node") from None
-            raise
+            raise RendezvousClosedError("another node ended the job, and reports why") from None
         except PacelineError as error:
             raise self._fail(error) from None
 
