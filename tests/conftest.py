@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, freeze_modules
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -52,6 +52,15 @@ def pytest_configure() -> None:
     for number, action in usual:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, action)
+
+
+_num_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Keep what has been imported since the last test out of searches for garbage."""
+    global _num_modules
+    _num_modules = freeze_modules(_num_modules)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
