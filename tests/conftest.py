@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,9 +59,12 @@ _num_modules = 0
 
 
 def pytest_runtest_setup() -> None:
-    """Keep what has been imported since the last test out of searches for garbage."""
+    """Give this process's own tensors one thread, as each rank has, and keep what has been imported since
+    the last test out of searches for garbage."""
     global _num_modules
     _num_modules = freeze_modules(_num_modules)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,10 +21,10 @@ TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part. "." has the files beside the folders.
 PARTS = (
     (
-        *(".", "launching", "cli", "verifying", "memory", "schedulers", "chaos"),
+        *("launching", "cli", "memory", "schedulers", "chaos"),
         *("profiling", "checkpoint", "models", "recipe", "bench", "doctor", "lint", "plan", "pipeline"),
     ),
-    ("watch", "parallel", "comm", "data", "dist", "torch_seams"),
+    ("watch", "parallel", "verifying", "comm", "data", "dist", "torch_seams"),
     (),
 )
 _NO_TESTS = 5
