@@ -21,7 +21,7 @@ import statistics
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -247,31 +247,38 @@ def measure_one(name: str, layout: str) -> float:
     """Return the most bytes of a rank in a step under a layout; collective."""
     gc.collect()
     before = Meter().total
-    batches, given = _train_own(name, layout) if name in OWN else _train(MODELS[name], layout)
+    steps, given = _train_own(name, layout) if name in OWN else _train(MODELS[name], layout)
     # A stage of pp follows the functions of its trial forward.
     even = patch.object(Balance, "forward", _choose_in_turn) if "ep=" in layout else nullcontext()
     with even:
-        most = _find_most(batches)
+        most = _find_most(*steps)
     most = torch.tensor(float(most - before - given))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
 
 
-def _find_most(batches: Iterator[Callable[[], object]]) -> int:
+def _find_most(*steps: Callable[[], object]) -> int:
     """Return the most bytes in the third step."""
-    next(batches)()
+    steps[0]()
     gc.collect()
     with Meter() as meter:
-        next(batches)()  # shows it the buckets of DDP, which no Python object holds
-        step = next(batches)
+        steps[1]()  # shows it the buckets of DDP, which no Python object holds
         gc.collect()
         meter.most = meter.total
-        step()
+        steps[2]()
     return meter.most
 
 
-def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
-    """Return steps to call, and the bytes of the samples."""
+def _load_steps(trainer: paceline.Trainer, loader: Iterable[Any]) -> tuple[list[Callable[[], object]], int]:
+    """Return three steps, and the bytes of their batches, which a plan leaves out: the host holds them."""
+    before = Meter().total
+    steps = [partial(trainer.step, batch) for batch in itertools.islice(loader, 3)]
+    gc.collect()
+    return steps, Meter().total - before
+
+
+def _train(model: Model, layout: str) -> tuple[list[Callable[[], object]], int]:
+    """Return steps to call, and the bytes of the data."""
     share = SAMPLES * MICROBATCHES * dist.get_world_size()
     trainer = paceline.Trainer(
         model.build(),
@@ -284,9 +291,8 @@ def _train(model: Model, layout: str) -> tuple[Iterator[Callable[[], object]], i
         example=model.make_batch(2),
     )
     samples = [{key: value[0] for key, value in model.make_batch(1).items()} for _ in range(4 * share)]
-    loader = trainer.loader(samples, global_batch_size=share)
-    given = sum(value.nbytes for each in samples for value in each.values())
-    return (partial(trainer.step, batch) for batch in loader), given
+    steps, loaded = _load_steps(trainer, trainer.loader(samples, global_batch_size=share))
+    return steps, loaded + sum(value.nbytes for each in samples for value in each.values())
 
 
 def _choose_in_turn(_: Balance, chances: Tensor) -> Tensor:
@@ -295,14 +301,14 @@ def _choose_in_turn(_: Balance, chances: Tensor) -> Tensor:
     return -((experts - tokens[:, None]) % len(experts)).type_as(chances)
 
 
-def _train_own(name: str, layout: str) -> tuple[Iterator[Callable[[], object]], int]:
+def _train_own(name: str, layout: str) -> tuple[list[Callable[[], object]], int]:
     recipe = load_own(name, layout)
     before = Meter().total
     data = build_data(recipe)
     given = Meter().total - before
     trainer = build_trainer(recipe, data, 100)
-    loader = build_loader(recipe, trainer, data.train, train=True)
-    return (partial(trainer.step, batch) for batch in loader), given
+    steps, loaded = _load_steps(trainer, build_loader(recipe, trainer, data.train, train=True))
+    return steps, loaded + given
 
 
 def report(*, every: bool) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.models.gpt import Gpt
-from paceline.plan.costs import ModelCosts, ModelPart
+from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.model_state import Instant, Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, count_parameters, list_parameters
 from paceline.plan.step import cut_stages
@@ -232,7 +232,8 @@ def test_traffic_of_tp() -> None:
 def test_traffic_of_a_pipeline() -> None:
     """Each rank sums its own stages, and passes an output on and a gradient back per microbatch."""
     four = [Parameter("all", (8, 8), str(number)) for number in range(4)]
-    blocks = tuple(ModelPart(parameters=(p,), input_bytes=1, width_bytes=400, num_sums=2) for p in four)
+    words = {"products": (Product(1, 8, 8),), "input_bytes": 1, "width_bytes": 400, "num_sums": 2}
+    blocks = tuple(ModelPart(parameters=(p,), **words) for p in four)
     costs = ModelCosts("made up", ModelPart(), blocks, ModelPart(), global_batch=12)
     for pp, ways in ((2, 1), (4, 2)):
         layout = Layout(2, 1, 2, pp=pp)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.stages.cut import find_starts
 from paceline.parallel.stages.record import record_forward
+from paceline.pipeline.starts import find_starts
 from tests.dist.pool import Pool
 from tests.train.test_pipeline import build
 
@@ -65,7 +65,7 @@ def test_the_slowest_stage_is_that_of_the_best_cut() -> None:
     for num_segments in (3, 5, 9, 12):
         for num_stages in (2, 3):
             costs = torch.rand(num_segments, generator=generator).square().tolist()
-            starts = find_starts(costs, num_stages)
+            starts = find_starts(tuple(costs), num_stages)
             assert worst(costs, starts) == pytest.approx(cut_by_trying(costs, num_stages))
 
 
@@ -80,7 +80,7 @@ def test_unequal_blocks_and_a_head_are_cut_within_two_percent_of_the_best(num_st
     head = 2.0 * 15 * NARROW * sum(INNER)
     assert head == sum(blocks) / 2
     true = [2.0 * 15 * 4 * NARROW, *blocks[:-1], blocks[-1] + head]
-    starts = find_starts(record.costs, num_stages)
+    starts = find_starts(tuple(record.costs), num_stages)
     assert worst(true, starts) <= 1.02 * cut_by_trying(true, num_stages)
 
 

@@ -206,7 +206,7 @@ def find_sent(found: Plan, candidate: Candidate) -> dict[str, float]:
     from paceline.plan.step import cut_stages
     from paceline.plan.traffic import count_sent
 
-    return count_sent(found.costs, candidate.layout, cut_stages(found.costs, candidate.layout, after=1.0))
+    return count_sent(found.costs, candidate.layout, cut_stages(found.costs, candidate.layout))
 
 
 def find_bar(found: Plan, candidate: Candidate, calibration: Calibration | None) -> Interval:

@@ -66,7 +66,7 @@ class Demands:
 
     def count(self, layout: Layout) -> Demand:
         """Return the memory of the fullest rank under a resolved layout."""
-        stages = cut_stages(self.costs, layout, after=1.0)
+        stages = cut_stages(self.costs, layout)
         num = self.costs.count_microbatches(layout.dp)
         homes: tuple[int, ...] = (0,)
         held: tuple[float, ...] = (1.0,)

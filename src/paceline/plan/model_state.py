@@ -161,7 +161,7 @@ def _count_held(layout: Layout, sizes: Sizes) -> int:
     """Return how many times this rank's part of the gradients is held for a step's earlier microbatches."""
     if sizes.num_microbatches == 1 or (sizes.exact and layout.dp_shard == 1):
         return 0  # none, or set aside
-    if layout.zero == 1 and not sizes.exact:
+    if layout.zero == 1 and layout.pp == 1 and not sizes.exact:
         return layout.dp_shard  # they add up whole
     # With replicas, the sum over dp_shard waits in its own memory for the sum over dp_replicate.
     waits = layout.dp_shard > 1 and layout.num_replicas > 1 and not sizes.exact

@@ -17,12 +17,14 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs as StageCosts
 from paceline.pipeline.simulate import simulate
+from paceline.pipeline.starts import find_starts
 from paceline.plan.cluster import Cluster, MeasuredProduct
 from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.fit import Constants
@@ -112,7 +114,7 @@ class StepModel:
         strides = find_strides(layout)
         num = costs.count_microbatches(layout.dp)
         samples = min(costs.microbatch, -(-costs.global_batch // layout.dp))
-        stages = cut_stages(costs, layout, self._weigh(samples, layout))
+        stages = cut_stages(costs, layout)
         kinds = {name_stage(stage): stage for stage in stages}  # equal ones take equal times
         works = {
             kind: [self._work(part, samples, layout, strides) for part in stage]
@@ -151,16 +153,6 @@ class StepModel:
         if key not in self._calls:
             self._calls[key] = self.cluster.time(*key)
         return self._calls[key]
-
-    def _weigh(self, samples: float, layout: Layout) -> float:
-        """Return the time of the part behind the blocks, in blocks."""
-        if layout.pp == 1:
-            return 0.0
-        alone = {"tp": 1}
-        block, after = (
-            self._work(part, samples, layout, alone) for part in (self.costs.blocks[0], self.costs.after)
-        )
-        return after.forward / max(block.forward, 1e-12)
 
     def _work(self, part: ModelPart, samples: float, layout: Layout, strides: dict[str, int]) -> _PartTime:
         key = (
@@ -312,29 +304,22 @@ def find_strides(layout: Layout) -> dict[str, int]:
     return strides
 
 
-def cut_stages(costs: ModelCosts, layout: Layout, after: float = 0.0) -> list[tuple[ModelPart, ...]]:
-    """Return the parts of each stage of pp, as even as whole blocks allow.
+def cut_stages(costs: ModelCosts, layout: Layout) -> list[tuple[ModelPart, ...]]:
+    """Return the parts of each stage of pp, cut as a training cuts them: by the operations of products.
 
     Args:
         costs: of the model.
         layout: resolved.
-        after: the time of what is behind the blocks, in blocks.
     """
-    stages, num = layout.num_stages if layout.pp > 1 else 1, len(costs.blocks)
-    if stages == 1:
+    if layout.pp == 1:
         return [costs.parts]
-    least, most = divmod(num, stages)
-    counts = [least + (place < most) for place in range(stages)]
-    # What is behind the blocks may be worth some: they go to the stages before.
-    while counts[-1] > 1 and counts[-1] + after > min(counts) + 1.5:
-        counts[-1] -= 1
-        counts[counts.index(min(counts[:-1]))] += 1
-    found, at = [], 0
-    for place, count in enumerate(counts):
-        own = costs.blocks[at : at + count]
-        at += count
-        found.append((*([costs.before] * (place == 0)), *own, *([costs.apart] * (place == stages - 1))))
-    return found
+    work = [sum(product.flops for product in part.products) for part in costs.parts]
+    if layout.num_stages < len(work):
+        # What is behind the blocks belongs to the last one; a published run may have had a stage for it.
+        work[-2:] = [work[-2] + work[-1]]
+    starts = find_starts(tuple(work), layout.num_stages)
+    parts = (*costs.parts[:-1], costs.apart)
+    return [parts[first:last] for first, last in pairwise((*starts[:-1], len(parts)))]
 
 
 def name_stage(parts: Sequence[ModelPart]) -> tuple[int, ...]:

@@ -1,18 +1,13 @@
-"""Chooses where a model is cut, and lists what crosses each cut."""
+"""Lists what crosses the cuts between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from paceline.errors import PacelineError
 from paceline.parallel.context.division import Division
 from paceline.parallel.stages.record import ForwardRecord, LearnedTensor
-
-# Stages begin at one of at most so many places: the time to choose grows with their square.
-_MOST_PLACES = 256
 
 
 @dataclass(frozen=True)
@@ -76,44 +71,3 @@ def changed_error(saw: str) -> PacelineError:
         fix="Use the operation that returns a new tensor, for example x + y in place of x += y, and compute "
         "with buffer.clone() after changing a buffer.",
     )
-
-
-def find_starts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the cut into consecutive stages whose most expensive stage costs least.
-
-    Args:
-        costs: by segment; the first one is what comes before the first block.
-        num_stages: at most the number of segments.
-
-    Returns:
-        The first segment of each stage, and the number of segments.
-    """
-    num_segments = len(costs)
-    assert num_segments >= num_stages
-    if num_segments > _MOST_PLACES >= num_stages:
-        # A cell that is called at every position has many. Neighbours are tried as one.
-        places = [number * num_segments // _MOST_PLACES for number in range(_MOST_PLACES + 1)]
-        joined = [sum(costs[start:end]) for start, end in pairwise(places)]
-        return tuple(places[start] for start in find_starts(joined, num_stages))
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # By the end of a part: (the largest cost, the sum of squares, the starts). The squares make cuts even
-    # where the largest cost leaves a choice.
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [
-        (sums[end], sums[end] ** 2, (0,)) if end else None for end in range(num_segments + 1)
-    ]
-    for stage in range(1, num_stages):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_segments + 1)
-        for end in range(stage + 1, num_segments + 1):
-            choices = []
-            for start in range(stage, end):
-                before = best[start]
-                if before is not None:
-                    own = sums[end] - sums[start]
-                    choices.append((max(before[0], own), before[1] + own**2, (*before[2], start)))
-            following[end] = min(choices) if choices else None
-        best = following
-    found = best[num_segments]
-    assert found is not None
-    return (*found[2], num_segments)

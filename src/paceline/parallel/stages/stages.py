@@ -27,13 +27,14 @@ from paceline.parallel.objective import Trial
 from paceline.parallel.placement import lay_out_like, local
 from paceline.parallel.stages.by_hand import add_layers, add_named, find_named
 from paceline.parallel.stages.compiling import compile_blocks
-from paceline.parallel.stages.cut import StageCut, find_starts
+from paceline.parallel.stages.cut import StageCut
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.stage import StageRun
 from paceline.parallel.stages.stage_shards import StageShards
 from paceline.phrases import name_some
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
+from paceline.pipeline.starts import find_starts
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import own_parameters, read_compiled_call
 from paceline.torch_seams.trees import tree_leaves
@@ -102,7 +103,7 @@ class Stages:
             record = self._try(example, masks)
         if record.num_segments < len(self.homes):
             raise _few_blocks_error(record.num_segments - 1, len(self.homes), layout)
-        self._starts = find_named(record.entered, layout) or find_starts(record.costs, len(self.homes))
+        self._starts = find_named(record.entered, layout) or find_starts(tuple(record.costs), len(self.homes))
         self._entered = record.entered
         cut = StageCut(record, self._starts)
         cut.check_writes()
