@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from paceline.comm import one_tensor
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.torch_seams.tensors import is_fake
@@ -139,27 +140,25 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' tensors, which have the same shape, joined along a dimension; no autograd."""
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
-    if is_fake(tensor):
-        return torch.cat(parts, dim)
-    dist.all_gather(parts, tensor, group=axis.group)
-    return torch.cat(parts, dim)
+    parts = tensor.new_empty(axis.size, *tensor.shape)
+    if not is_fake(tensor):
+        one_tensor.all_gather(parts.view(-1), tensor.contiguous().view(-1), group=axis.group)
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part, along a dimension, of the sum over the ranks; no autograd."""
-    parts = [part.contiguous() for part in tensor.chunk(axis.size, dim)]
+    parts = torch.stack(tensor.chunk(axis.size, dim))
     own = parts[axis.rank]
     if is_fake(tensor):
         return own.clone()
     if tensor.is_cuda:
         total = torch.empty_like(own)
-        dist.reduce_scatter(total, parts, group=axis.group)
+        one_tensor.reduce_scatter(total.view(-1), parts.view(-1), group=axis.group)
         return total
     # gloo's own reduce-scatter takes longer than sending the parts and adding them here.
-    received = own.new_empty(axis.size, *own.shape)
-    dist.all_to_all_single(received, torch.stack(parts), group=axis.group)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=axis.group)
     first, *others = received.unbind(0)
     for part in others:
         first += part
