@@ -53,11 +53,12 @@ class StepRecords:
         self._saving: SaveHandle | None = None
         self._folder: Path | None = None
         self._first_step: int | None = None
+        self._last_step: int | None = None
         self._writer: MetricsWriter | None = None
 
     def begin(self, folder: Path, step: int) -> None:
         """Write to `folder` from now on, after its rows up to `step`."""
-        self._folder, self._first_step = folder, step
+        self._folder, self._first_step, self._last_step = folder, step, step
         if step and self._world.is_main:
             log.warning("resuming after step %d of %s", step, folder)
 
@@ -78,7 +79,7 @@ class StepRecords:
             values: the user's own, by name.
             num_steps: of the whole run, if known.
         """
-        self._num_steps = num_steps
+        self._num_steps, self._last_step = num_steps, step.number
         if self._needs_folder and self._folder is None:
             raise _no_folder_error("sinks=")
         writer = self._open()
@@ -141,11 +142,11 @@ class StepRecords:
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the files; the next write needs `begin`."""
+        """Close the files; the next write opens them again, after the rows so far."""
         if self._writer is not None:
             self._pass_on_saved(self._writer)
             self._writer.close()
-            self._writer = None
+            self._writer, self._first_step = None, self._last_step
 
     def _open(self) -> MetricsWriter | None:
         if self._writer is None and self._first_step is not None and self._world.is_main:
