@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from paceline.plan.calls import fit_line  # noqa: E402
+from paceline.plan.call_sizes import fit_line  # noqa: E402
 from tests.launching.nodes import Nodes, why_no_nodes  # noqa: E402
 from tests.launching.wan import Wan  # noqa: E402
 

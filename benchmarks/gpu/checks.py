@@ -131,7 +131,7 @@ def units(check: Check) -> None:
     from paceline.checkpoint.writing.state_copy import CopyMemory
     from paceline.parallel.dropout.masks import SampleDim, draw_mask
     from paceline.parallel.norm import _measure_rows
-    from paceline.train.copies import digest_tensor
+    from paceline.train.equal_copies import digest_tensor
 
     device = torch.device(check.device)
     mask = (7, "layer.1", list(range(4)), (4, 33, 129), 0.1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.collectives import build_calls, measure_collectives, summarise
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.call_sizes import BUS_FACTORS
 from paceline.world import World
 from tests.dist.pool import Pool
 

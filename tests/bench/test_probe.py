@@ -13,7 +13,7 @@ from paceline.bench import probe
 from paceline.bench.probe import ProbedClass, ProbedCluster, measure_cluster
 from paceline.cli.probe import _write, format_probe
 from paceline.errors import PacelineError
-from paceline.plan.calls import fit_line
+from paceline.plan.call_sizes import fit_line
 from paceline.plan.cluster import read_file
 from paceline.plan.fit import load_constants
 from paceline.plan.recipe_costs import of_recipe

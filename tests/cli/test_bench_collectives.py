@@ -8,7 +8,7 @@ from paceline.bench.collectives import Cell, Collectives
 from paceline.bench.spread import Spread
 from paceline.cli.bench_collectives import describe_collectives, parse_sizes
 from paceline.errors import PacelineError
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.call_sizes import BUS_FACTORS
 from tests.cli.test_bench import run
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from paceline.data.loader import Loader, Position
-from paceline.data.order import order_slice
+from paceline.data.permutation import order_slice
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from paceline.data.loader import Loader
-from paceline.data.order import order_slice
+from paceline.data.permutation import order_slice
 from paceline.errors import PacelineError
 from tests.data.test_loader import (
     Noisy,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.order import SORTED_BELOW, order_slice
+from paceline.data.permutation import SORTED_BELOW, order_slice
 
 SIZES = st.one_of(
     st.integers(1, 3000),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.doctor import meeting
-from paceline.doctor.meeting import describe_meeting, find_announced
+from paceline.doctor import meeting_check
+from paceline.doctor.meeting_check import describe_meeting, find_announced
 from tests.launching.nodes import Nodes, why_no_nodes
 
 REASON = why_no_nodes()
@@ -50,7 +50,7 @@ def test_what_gloo_would_announce(own_name: Any) -> None:
 def test_the_path_and_the_name_in_one_sentence(own_name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own_name("127.0.1.1")
     # The test's server is on the loopback.
-    monkeypatch.setattr(meeting, "is_loopback", lambda host: host != "127.0.0.1")
+    monkeypatch.setattr(meeting_check, "is_loopback", lambda host: host != "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = describe_meeting("127.0.0.1", port, {})
@@ -58,7 +58,7 @@ def test_the_path_and_the_name_in_one_sentence(own_name: Any, monkeypatch: pytes
         assert "/etc/hosts" in said
     said = describe_meeting("127.0.0.1", port, {})
     assert f"reaches 127.0.0.1, where nothing listens on port {port}" in said
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(meeting_check, "_PATIENCE_S", 0.2)
     assert "on node1, no.such.name.invalid does not resolve" in describe_meeting(
         "no.such.name.invalid", 1, {}
     )

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.launching.flags import add_torchrun_flags
-from paceline.launching.run import run_script
+from paceline.launching.run_script import run_script
 
 TASK = {
     "SLURM_JOB_ID": "77",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.launching.processes.messages import Start
+from paceline.launching.processes.keeper_messages import Start
 from paceline.launching.processes.ranks import _start_over
 
 # One process imports torch; each case runs in a fork of it, behind the curtain.

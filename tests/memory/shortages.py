@@ -372,11 +372,11 @@ def allow_all() -> None:
 
 def meet(name: str) -> dict[str, Any]:
     """Run into a shortage by the allocator's error, and return its account with the words."""
+    from paceline.memory.account_report import account_for
+    from paceline.memory.account_words import describe
     from paceline.memory.advice import list_remedies
     from paceline.memory.causes import find_cause
-    from paceline.memory.report import account_for
     from paceline.memory.steps import STEPS
-    from paceline.memory.words import describe
 
     STEPS.install(torch)
     case = SHORTAGES[name]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.memory.account import Account, BatchTensor, Holder, ModelState, ModuleMemory, Progress, Steps
+from paceline.memory.account_words import describe
 from paceline.memory.advice import MemorySettings, estimate_need, list_remedies
 from paceline.memory.causes import find_cause, find_growth
-from paceline.memory.words import describe
 
 GB = 1 << 30
 FULL = Account(

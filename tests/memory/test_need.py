@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from paceline.memory.account import Account
+from paceline.memory.account_report import account_for
 from paceline.memory.advice import estimate_need, list_remedies
-from paceline.memory.report import account_for
 from tests.memory.shortages import Net
 
 WIDTH, DEPTH, ROWS = 32, 6, 8000

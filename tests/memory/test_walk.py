@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.memory.account import Account
+from paceline.memory.account_report import account_for, account_of_thread, read_account, write_account
 from paceline.memory.holders import read_variables
 from paceline.memory.limits import Use
-from paceline.memory.report import account_for, account_of_thread, read_account, write_account
 from paceline.memory.torch_errors import find_request, is_out_of_memory
 from tests.memory.shortages import Net
 

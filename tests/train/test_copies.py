@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.errors import PacelineError
 from paceline.parallel.replicate import Replica
-from paceline.train.copies import Copies, digest_tensor
+from paceline.train.equal_copies import Copies, digest_tensor
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.stages.record import record_forward
-from paceline.pipeline.starts import find_starts
+from paceline.pipeline.even_cut import find_starts
 from tests.dist.pool import Pool
 from tests.train.test_pipeline import build
 

@@ -36,7 +36,7 @@ from paceline.pipeline.orders import make_schedule
 from paceline.torch_seams import operators
 from paceline.train import whole_batch
 from paceline.train.agreement import Agreement, RankMessage
-from paceline.train.probe import Probe
+from paceline.train.cut_probe import Probe
 from paceline.train.tasks import class_loss
 from paceline.world import current_world
 from tests.dist.simulated_gpu import GPU, simulated_gpu

@@ -4,7 +4,7 @@ A barrier precedes each call, and the slowest rank counts, as in nccl-tests. Cal
 alternate, in turns of opposite order, so that a machine that slows down affects all.
 
 Bus bandwidth is size / time, times the operation's factor, as nccl-tests define it (doc/PERFORMANCE.md).
-Sizes are those of `paceline.plan.calls`, and rank 0 is the root. The sizes between the smallest and the
+Sizes are those of `paceline.plan.call_sizes`, and rank 0 is the root. The sizes between the smallest and the
 largest are predicted from these two by `fit_line` there, as `paceline plan` predicts all sizes.
 """
 
@@ -22,7 +22,7 @@ from paceline.comm.nodes import find_nodes
 from paceline.comm.one_tensor import all_gather, reduce_scatter
 from paceline.launching.local import launch
 from paceline.place import usable_cores
-from paceline.plan.calls import BUS_FACTORS, fit_line
+from paceline.plan.call_sizes import BUS_FACTORS, fit_line
 from paceline.world import World, start
 
 SIZES = (64, 4096, 65536, 1 << 20, 8 << 20)

@@ -33,7 +33,7 @@ from paceline.memory.limits import Gauge
 from paceline.mesh import build_mesh
 from paceline.models.gpt import GptBlock
 from paceline.parallel.sums.gradient_sum import sum_rows
-from paceline.plan.calls import BUS_FACTORS, fit_line
+from paceline.plan.call_sizes import BUS_FACTORS, fit_line
 from paceline.plan.cluster import MeasuredProduct
 from paceline.plan.costs import BLOCK_CALLS
 from paceline.recipe.layout import Layout

@@ -1,7 +1,7 @@
 """Compares digests of tensors that several ranks hold copies of.
 
-Each rank computes its own digests (`train/copies.py`). They are compared by the ranks, or by the writer that
-commits a save, which has neither torch nor the ranks.
+Each rank computes its own digests (`train/equal_copies.py`). They are compared by the ranks, or by the writer
+that commits a save, which has neither torch nor the ranks.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.bench_collectives import add_collectives
+from paceline.cli.command_words import pass_on
 from paceline.cli.lint import lint_beside
 from paceline.cli.output import add_recipe_flags
-from paceline.cli.words import pass_on
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:

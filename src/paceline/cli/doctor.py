@@ -169,7 +169,7 @@ def _read_facts(args: argparse.Namespace) -> dict[str, str]:
 
 def _listen(host: str, port: int) -> socket.socket | None:
     """Listen at the meeting place if it is this machine, and nobody does yet."""
-    from paceline.doctor.cluster.messages import listen
+    from paceline.doctor.cluster.node_messages import listen
     from paceline.launching.elastic.network import is_own_host
 
     if not is_own_host(host):

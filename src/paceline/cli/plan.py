@@ -8,9 +8,9 @@ import math
 import shutil
 from dataclasses import replace
 
+from paceline.cli.command_words import take_default
 from paceline.cli.plan_layouts import NAME, add_layouts
 from paceline.cli.plan_links import add_links
-from paceline.cli.words import take_default
 from paceline.errors import PacelineError
 from paceline.pipeline.picture import draw_text
 from paceline.pipeline.schedule import Schedule

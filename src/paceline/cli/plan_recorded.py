@@ -65,7 +65,7 @@ def read_step(profile: Profile, path: Path) -> RecordedStep:
     Raises:
         PacelineError: PL940.
     """
-    from paceline.plan.calls import BUS_FACTORS
+    from paceline.plan.call_sizes import BUS_FACTORS
     from paceline.plan.recorded import RecordedStep
     from paceline.plan.traffic import StepCall
 

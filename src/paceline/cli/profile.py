@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from paceline.cli.words import take_default
+from paceline.cli.command_words import take_default
 from paceline.errors import PacelineError
 
 _DESCRIPTION = """

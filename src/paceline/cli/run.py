@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     from paceline.launching.elastic.network import read_place
-    from paceline.launching.run import run_script
+    from paceline.launching.run_script import run_script
 
     for name, least in (("threads_per_rank", 1), ("detect_s", _LEAST_S), ("join_timeout", _LEAST_S)):
         value = getattr(args, name)
@@ -182,7 +182,7 @@ def _look_at_meeting(args: argparse.Namespace) -> str:
     """Return what `paceline doctor` sees in two seconds of the place where the nodes meet."""
     if str(args.nnodes or 1) in ("1", "1:1"):
         return ""
-    from paceline.doctor.meeting import describe_meeting
+    from paceline.doctor.meeting_check import describe_meeting
 
     place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     host, _, port = place.rpartition(":")

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     for remark in (*remarks, *layout_remarks):
         print_remark(remark)
     if not args.json:
-        from paceline.cli.report import describe_recipe
+        from paceline.cli.run_report import describe_recipe
 
         print(describe_recipe(recipe, args.recipe, folder, layout, verbose=args.verbose), flush=True)
     try:
@@ -235,7 +235,7 @@ def _report(summary: dict[str, Any], args: argparse.Namespace) -> int:
             json.dumps(summary | ({} if args.profile is None else {"profile": describe_recording(args)[1]}))
         )
         return 0
-    from paceline.cli.report import describe_summary
+    from paceline.cli.run_report import describe_summary
 
     print(describe_summary(summary))
     if args.dry_run:

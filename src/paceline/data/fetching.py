@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from paceline.data.contents import NUM_COMPARED, Digests, digest_fields, list_fields
-from paceline.data.order import order_slice
+from paceline.data.permutation import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators

@@ -1,6 +1,6 @@
 """Yields each rank its share of every global batch, and tracks the run's position in the data.
 
-The order of samples depends on (seed, epoch) only (`order.py`). A global batch is the next
+The order of samples depends on (seed, epoch) only (`permutation.py`). A global batch is the next
 `global_batch_size` samples of it, cut into microbatches (`share.py`), and each rank fetches those that it
 computes on. So each sample is used exactly once per epoch, the ragged end included, and a position (epoch,
 samples) means the same on any number of ranks.

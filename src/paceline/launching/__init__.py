@@ -1,1 +1,1 @@
-"""Starts ranks: for a script (`run.py`), and for a function (`local.py`, which is `paceline.launch`)."""
+"""Starts ranks: for a script (`run_script.py`), and for a function (`local.py`: `paceline.launch`)."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from paceline.errors import PacelineError
 from paceline.exit_codes import stop_code
 from paceline.launching.ending.oom_kills import OomCounts, count_oom_kills
-from paceline.launching.processes.messages import Start
+from paceline.launching.processes.keeper_messages import Start
 from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.cold import let_in

@@ -25,7 +25,7 @@ from paceline.errors import PacelineError
 from paceline.launching import watcher as watching_module
 from paceline.launching.job import Job, watching
 from paceline.launching.processes.folder import launch_folder
-from paceline.launching.processes.messages import Start
+from paceline.launching.processes.keeper_messages import Start
 from paceline.launching.processes.ranks import (
     RankHandler,
     Ranks,

@@ -25,8 +25,8 @@ from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
 from paceline.launching.stop import Interrupted, Stop
 from paceline.launching.watcher import JobStuck, WatchMessage, name_account
-from paceline.memory.report import read_account
-from paceline.memory.words import describe
+from paceline.memory.account_report import read_account
+from paceline.memory.account_words import describe
 from paceline.units import format_seconds
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.lint import calls, known_calls, methods
+from paceline.lint import known_calls, library_calls, methods
 from paceline.lint.facts import KnownCall, deps_of, escape, inherit, join_items, known_items, make, take_slice
 from paceline.lint.values import Taint, Value, canonical, constant, join, mix, sequence, unknown, words
 
@@ -253,7 +253,7 @@ def call(c: KnownCall, callee: Value) -> Value:
     if callee.kind == "class":
         return instantiate(c, callee)
     if callee.kind == "lib":
-        return calls.call_library(c, callee.ref)
+        return library_calls.call_library(c, callee.ref)
     if callee.kind in ("model", "ddp", "fsdp", "dp"):
         return methods.forward(replace(c, owner=callee))
     if (member := _method(callee, "__call__")) is not None:

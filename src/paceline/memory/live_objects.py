@@ -25,7 +25,6 @@ from paceline.memory.account import (
     Holder,
     ModuleMemory,
 )
-from paceline.memory.facts import describe_model, describe_progress, find_phase, find_running
 from paceline.memory.graph import (
     Graph,
     GraphWalk,
@@ -42,7 +41,8 @@ from paceline.memory.limits import (
     list_children,
     read_anonymous,
 )
-from paceline.memory.modules import OUTSIDE, Anchor, Neighbours, find_models
+from paceline.memory.live_modules import OUTSIDE, Anchor, Neighbours, find_models
+from paceline.memory.process_facts import describe_model, describe_progress, find_phase, find_running
 from paceline.memory.steps import STEPS
 from paceline.torch_seams.saved import find_gathered, find_order, is_built
 

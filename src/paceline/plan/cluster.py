@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.call_sizes import BUS_FACTORS
 
 _WORDS = re.compile(
     r"(?:(?P<nodes>-?\d+)\s*nodes?\s*(?:of|x)\s*)?(?P<ranks>-?\d+)\s*(?:x\s*)?"
@@ -131,7 +131,7 @@ class Cluster:
         return inside, -(-degree // inside)
 
     def time(self, operation: str, num_bytes: float, degree: int, stride: int = 1) -> float:
-        """Return the seconds of one collective, of sizes as in `calls.py`, by rings.
+        """Return the seconds of one collective, of sizes as in `call_sizes.py`, by rings.
 
         The nodes' links are shared by the groups that leave a node at once, and a group uses those of all its
         ranks there.

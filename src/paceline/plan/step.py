@@ -20,11 +20,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from paceline.pipeline.even_cut import find_starts
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs as StageCosts
 from paceline.pipeline.simulate import simulate
-from paceline.pipeline.starts import find_starts
 from paceline.plan.cluster import Cluster, MeasuredProduct
 from paceline.plan.costs import ModelCosts, ModelPart, Product
 from paceline.plan.fit import Constants

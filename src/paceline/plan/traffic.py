@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.calls import BUS_FACTORS
+from paceline.plan.call_sizes import BUS_FACTORS
 from paceline.plan.costs import ModelCosts, ModelPart
 from paceline.recipe import Layout
 from paceline.recipe.layout import AS_V
@@ -24,7 +24,7 @@ class StepCall:
     Attributes:
         axis: of the layout.
         operation: a key of `BUS_FACTORS`.
-        num_bytes: size of one call, as `calls.py` defines it.
+        num_bytes: size of one call, as `call_sizes.py` defines it.
         num_ranks: of a group.
         times: calls.
     """

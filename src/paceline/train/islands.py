@@ -42,7 +42,7 @@ from paceline.memory.limits import Gauge
 from paceline.parallel.placement import lay_out_like, local
 from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.agreement import Agreed
-from paceline.train.copies import digest_tensor
+from paceline.train.equal_copies import digest_tensor
 from paceline.train.island_ranks import IslandRanks
 from paceline.train.pieces import OwnPart
 from paceline.train.same_settings import digest_text

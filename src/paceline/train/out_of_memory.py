@@ -10,11 +10,11 @@ import torch
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.memory.account_report import account_for
+from paceline.memory.account_words import describe_remedy, describe_without_remedies
 from paceline.memory.advice import MemorySettings, list_remedies
-from paceline.memory.report import account_for
 from paceline.memory.steps import STEPS
 from paceline.memory.torch_errors import is_out_of_memory
-from paceline.memory.words import describe_remedy, describe_without_remedies
 from paceline.recipe.layout import Layout
 from paceline.world import World
 

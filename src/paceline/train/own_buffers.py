@@ -14,7 +14,7 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.batchnorm import RunningStatistics, list_forward_buffers
 from paceline.torch_seams.tensors import read_version
-from paceline.train.probe import warn_of_counts
+from paceline.train.cut_probe import warn_of_counts
 
 
 class FirstPass:

@@ -13,9 +13,9 @@ from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Loss
+from paceline.train.cut_probe import Probe, warn_of_counts
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.precision import Precision
-from paceline.train.probe import Probe, warn_of_counts
 from paceline.train.same_settings import StepSettings
 from paceline.train.stopping import StopRequests
 from paceline.train.update import Update, Updated

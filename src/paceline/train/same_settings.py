@@ -5,7 +5,7 @@ Every step's agreement carries a digest of the settings that may change. Only if
 gathered again, to name the difference.
 
 Functions are compared by their bytecode. Values that a function reads from outside (a closure, a global) are
-not compared; their effect shows in the weights (`copies.py`).
+not compared; their effect shows in the weights (`equal_copies.py`).
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ from paceline.train.building import (
     UpdateModel,
     call_model,
 )
+from paceline.train.cut_probe import explain_single_sample
 from paceline.train.evaluation import Evaluation
 from paceline.train.foreign import open_models
 from paceline.train.island_ranks import refuse_own_batch
 from paceline.train.loaders import TrainerLoader
 from paceline.train.phases import Phases
-from paceline.train.probe import explain_single_sample
 from paceline.train.step import Step
 from paceline.train.training import Training
 from paceline.train.update import Updated

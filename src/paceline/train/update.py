@@ -36,7 +36,7 @@ from paceline.recipe.layout import Layout
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.as_built import AsBuilt
-from paceline.train.copies import Copies
+from paceline.train.equal_copies import Copies
 from paceline.train.optimizer_state import (
     load_optimizer_state_by_name,
     load_schedule,

@@ -12,7 +12,7 @@ import time
 import psutil
 
 from paceline.doctor.machine import Checked, Machine
-from paceline.doctor.meeting import is_loopback, look_up
+from paceline.doctor.meeting_check import is_loopback, look_up
 from paceline.units import format_seconds
 
 _RULE = "gloo and torch's store look up this name to learn the address that they give to the others."

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.doctor.cluster.judge import find_slow_links, find_slow_nodes
-from paceline.doctor.cluster.messages import receive, send
+from paceline.doctor.cluster.node_messages import receive, send
 from paceline.doctor.cluster.speed import RAN
-from paceline.doctor.meeting import is_loopback
+from paceline.doctor.meeting_check import is_loopback
 
 _HELLO_S = 5.0
 _ANSWER_S, _CHECKS_S = 10.0, 20.0

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.doctor.cluster.speed import RAN
-from paceline.doctor.meeting import is_loopback
+from paceline.doctor.meeting_check import is_loopback
 from paceline.finding import Finding
 from paceline.phrases import join
 from paceline.units import format_bytes, format_seconds

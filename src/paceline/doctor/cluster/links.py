@@ -10,7 +10,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from paceline.doctor.cluster.messages import read_exactly
+from paceline.doctor.cluster.node_messages import read_exactly
 
 _ECHO, _SINK = b"e", b"s"
 _COUNTED = struct.Struct(">Qd")

@@ -18,10 +18,10 @@ import psutil
 
 from paceline.doctor.checks import CHECKS
 from paceline.doctor.cluster import links
-from paceline.doctor.cluster.messages import connect, receive, send
+from paceline.doctor.cluster.node_messages import connect, receive, send
 from paceline.doctor.cluster.speed import measure_speed
 from paceline.doctor.machine import Checked, Machine
-from paceline.doctor.meeting import find_announced
+from paceline.doctor.meeting_check import find_announced
 from paceline.errors import PacelineError
 
 _RETRY_S = 0.2

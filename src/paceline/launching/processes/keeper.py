@@ -4,9 +4,9 @@ It is itself a fork of the launcher, made after torch was imported there and bef
 (no threads, no CUDA), and does nothing but wait. For a rank it forks; the rank unwinds to the command line
 and becomes the script (`script.py`), or executes a program: one that starts cold, a Python (`cold.py`).
 
-`messages.py` has what the launcher and the keeper send each other. If the launcher is gone, the connection
-ends: ranks get SIGTERM, ten seconds, then SIGKILL. (If the keeper is killed, the kernel kills its ranks:
-PR_SET_PDEATHSIG.)
+`keeper_messages.py` has what the launcher and the keeper send each other. If the launcher is gone, the
+connection ends: ranks get SIGTERM, ten seconds, then SIGKILL. (If the keeper is killed, the kernel kills its
+ranks: PR_SET_PDEATHSIG.)
 
 The keeper adopts processes that ranks leave behind (PR_SET_CHILD_SUBREAPER), so that even a process that has
 left its group and its parent is found; where the keeper is killed, `paceline run` itself does so.
@@ -33,7 +33,16 @@ from paceline.launching.processes.family import (
     wait,
 )
 from paceline.launching.processes.folder import remove_folder
-from paceline.launching.processes.messages import Ended, Kill, LetRun, Refused, Start, Started, Sweep, Swept
+from paceline.launching.processes.keeper_messages import (
+    Ended,
+    Kill,
+    LetRun,
+    Refused,
+    Start,
+    Started,
+    Sweep,
+    Swept,
+)
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall, run_call
 from paceline.launching.rank.own_meeting import allow_own_meeting

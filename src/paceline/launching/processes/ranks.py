@@ -22,7 +22,16 @@ from typing import Any
 
 from paceline.launching.processes.family import adopt_orphans, end_descendants, send_to_group
 from paceline.launching.processes.keeper import Keeper, leave_terminal, serve_calls
-from paceline.launching.processes.messages import Ended, Kill, LetRun, Refused, Start, Started, Sweep, Swept
+from paceline.launching.processes.keeper_messages import (
+    Ended,
+    Kill,
+    LetRun,
+    Refused,
+    Start,
+    Started,
+    Sweep,
+    Swept,
+)
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.call import RankCall
 from paceline.launching.rank.cold import let_in

@@ -32,9 +32,9 @@ from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.stage import StageRun
 from paceline.parallel.stages.stage_shards import StageShards
 from paceline.phrases import name_some
+from paceline.pipeline.even_cut import find_starts
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.schedule import Schedule
-from paceline.pipeline.starts import find_starts
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import own_parameters, read_compiled_call
 from paceline.torch_seams.trees import tree_leaves

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path
-from paceline.train.copies import digest_tensor
+from paceline.train.equal_copies import digest_tensor
 from paceline.train.optimizer_state import load_part
 from paceline.train.pieces import OwnPart
 from paceline.train.same_settings import digest_text, list_differences

@@ -21,7 +21,7 @@ from paceline.checkpoint.writers import Holding, digest_holdings, plan_writers
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_leaves, tree_map
-from paceline.train.copies import Copies
+from paceline.train.equal_copies import Copies
 from paceline.train.pieces import OwnPart, join_pieces
 from paceline.train.state.parts import Parts
 from paceline.train.state.transfer import raise_any

@@ -34,7 +34,7 @@ from paceline.torch_seams.watching import (
 )
 from paceline.watch.protocol.report import Effect, NotFinite
 from paceline.watch.protocol.words import own_frames
-from paceline.watch.rank.modules import Named, find_siblings, has_finite_gradient, is_finite
+from paceline.watch.rank.parameter_modules import Named, find_siblings, has_finite_gradient, is_finite
 from paceline.watch.rank.threads import mark_main_thread, resolve
 
 # Summing more numbers than this uses several threads (torch's grain size) and takes some microseconds more.

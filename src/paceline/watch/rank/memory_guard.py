@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.memory.account import Account
+from paceline.memory.account_report import account_for, account_of_thread, write_account
 from paceline.memory.limits import Gauge, Use
-from paceline.memory.report import account_for, account_of_thread, write_account
 from paceline.memory.steps import STEPS
 
 _FIRST = 0.85

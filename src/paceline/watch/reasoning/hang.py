@@ -24,7 +24,7 @@ from paceline.watch.reasoning.mismatch import (
     merge_groups,
 )
 from paceline.watch.reasoning.source import Source
-from paceline.watch.reasoning.stages import FIX, RULE, find_stage_mismatch
+from paceline.watch.reasoning.stage_waits import FIX, RULE, find_stage_mismatch
 from paceline.watch.reasoning.states import Kind, State, count_transfers, find_states
 from paceline.watch.reasoning.verdict import (
     build_verdict,

@@ -21,9 +21,9 @@ from paceline.torch_seams.watching import count_writes
 from paceline.watch.rank.first_not_finite import Gradients, WatchedParameter
 from paceline.watch.rank.sentinels.exchange import ExchangedBytes
 from paceline.watch.rank.sentinels.numbers import Sample, hash_rows, take_sample
-from paceline.watch.rank.sentinels.order import Orders
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.sentinels.passes import BackwardPass, HeldGradient
+from paceline.watch.rank.sentinels.sampler_order import Orders
 from paceline.watch.rank.threads import Mark, mark_stack
 
 # Parameters whose numbers are compared, beside the watched ones.

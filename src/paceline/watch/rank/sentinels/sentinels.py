@@ -19,10 +19,10 @@ from paceline.watch.protocol.report import Fact
 from paceline.watch.rank.first_not_finite import Gradients
 from paceline.watch.rank.sentinels.copies import ReplicatedModels
 from paceline.watch.rank.sentinels.exchange import ExchangedBytes
-from paceline.watch.rank.sentinels.files import Files
-from paceline.watch.rank.sentinels.order import Orders
 from paceline.watch.rank.sentinels.outbox import Outbox
 from paceline.watch.rank.sentinels.passes import Passes
+from paceline.watch.rank.sentinels.sampler_order import Orders
+from paceline.watch.rank.sentinels.shared_files import Files
 from paceline.watch.rank.threads import mark_stack
 
 # Passes that are looked at: the first ones, and then some of each round.

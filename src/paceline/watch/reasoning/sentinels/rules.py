@@ -12,14 +12,14 @@ from paceline.watch.reasoning.sentinels.copies import (
     check_hook,
     check_sizes,
 )
-from paceline.watch.reasoning.sentinels.files import (
+from paceline.watch.reasoning.sentinels.samples import check_order, check_samples
+from paceline.watch.reasoning.sentinels.shared_files import (
     advise_keys,
     check_overwritten,
     check_random_state,
     check_reader,
     check_writers,
 )
-from paceline.watch.reasoning.sentinels.samples import check_order, check_samples
 from paceline.watch.reasoning.sentinels.windows import (
     check_cleared,
     check_divided,

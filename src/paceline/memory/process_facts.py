@@ -11,7 +11,7 @@ from typing import Any
 from paceline.memory.account import ModelState, Phase, Progress
 from paceline.memory.graph import Graph
 from paceline.memory.holders import find_place, read_variables
-from paceline.memory.modules import Models, find_repeated
+from paceline.memory.live_modules import Models, find_repeated
 
 # Optimizers by the tensors that they keep per parameter.
 _MOMENTS = {

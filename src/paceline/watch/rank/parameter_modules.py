@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.memory.modules import find_roots
+from paceline.memory.live_modules import find_roots
 from paceline.torch_seams.saved import is_built, is_part, read_fields, read_local
 from paceline.torch_seams.watching import read_values
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.memory.account import KINDS, Account, Holder, ModuleMemory
 from paceline.memory.advice import MemorySettings, Remedy, estimate_now, find_room, list_remedies
 from paceline.memory.causes import find_cause, find_growth
-from paceline.memory.modules import OUTSIDE
+from paceline.memory.live_modules import OUTSIDE
 from paceline.phrases import join
 from paceline.units import format_bytes
 
