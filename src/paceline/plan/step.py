@@ -37,6 +37,9 @@ _HALF_WAVE = 60 * 128 * 128
 # Backward of a fused attention computes the scores once more (Dao 2022, "FlashAttention", section 3.1).
 _ATTENTION_BACKWARD = 2.5
 _MOST_SHAPES = 4
+# What dp_shard does on the host per parameter and microbatch, in starts of an operation; the latter: zero=3.
+# Operations are 5 to 8 and 9 to 11 of these, the rest is Python (2 ranks on a node, benchmarks/plan).
+_HANDLED = (15, 25)
 
 
 @dataclass(frozen=True)
@@ -373,6 +376,10 @@ class _Rank:
                 summed = sums if last or sums_each else nothing
                 found += times * self._expose(forward, forth, nothing)
                 found += times * self._expose(backward[::-1], back[::-1], summed[::-1])
+        chip = self.step.cluster.processor
+        if layout.dp_shard > 1 and chip.is_cpu:  # on a GPU, the host does this while kernels run
+            starts = _HANDLED[layout.zero == 3] * sum(len(part.parameters) for part in self.parts)
+            found += num * starts * chip.call_s
         return found
 
     def _list_sums(self) -> list[float]:
