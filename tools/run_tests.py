@@ -21,10 +21,10 @@ TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part. "." has the files beside the folders.
 PARTS = (
     (
-        *("launching", "cli", "memory", "schedulers", "chaos"),
+        *(".", "launching", "cli", "memory", "chaos"),
         *("profiling", "checkpoint", "models", "recipe", "bench", "doctor", "lint", "plan", "pipeline"),
     ),
-    ("watch", "parallel", "verifying", "comm", "data", "dist", "torch_seams"),
+    ("watch", "parallel", "verifying", "dist"),
     (),
 )
 _NO_TESTS = 5
