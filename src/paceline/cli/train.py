@@ -133,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
         )
     except BaseException:
         print_recording(args, has_failed=True)
+        for log in (folder / "logs").glob("rank-*.log"):  # a refusal on the ranks leaves nothing
+            if not log.stat().st_size:
+                log.unlink()
         raise
     return _report(results[0], args)
 
