@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_a_complete_run_is_reported_again_and_may_be_made_longer(ranks: Pool, tm
     assert told.steps == [4, 5]
     assert longer["losses"][:3] == first["losses"]
     assert len(longer["losses"]) == 5
+
+
+def test_an_evaluation_is_written_once(ranks: Pool, tmp_path: Path) -> None:
+    """A start goes on from a checkpoint after which another one has evaluated, and trained on."""
+    args = (digits_recipe(), str(tmp_path), ["train.steps=4", "train.eval_every=2", "checkpoint.every=2"])
+    ((whole, told),) = ranks.run(run, nproc=1, args=args)
+    assert told.evaluations == [2, 4]
+    newest = find_checkpoint(tmp_path)
+    assert newest is not None
+    shutil.rmtree(newest)
+    ((again, told),) = ranks.run(run, nproc=1, args=args)
+    assert (told.steps, told.evaluations) == ([3, 4], [4])
+    assert again["valid"] == whole["valid"]
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4]
 
 
 def test_epochs_count_ragged_ends(ranks: Pool, tmp_path: Path) -> None:

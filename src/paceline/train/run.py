@@ -329,8 +329,9 @@ class _RecipeRun:
         """Read the last evaluation of the starts before this one, or make it if it was interrupted."""
         step = self._trainer.step_number
         rows = run_on_main(self._world, lambda: read_rows(self._folder / EVALUATIONS))
-        if rows and rows[-1]["step"] == step:
-            self._valid = {key: value for key, value in rows[-1].items() if key != "step"}
+        # Rows of later steps, from a start that was killed, are dropped with the first new row.
+        if found := [row for row in rows if row["step"] == step]:
+            self._valid = {key: value for key, value in found[-1].items() if key != "step"}
         elif step >= self._last_step or (step and _is_due(step, self._recipe.train.eval_every)):
             self._evaluate()
 
