@@ -49,7 +49,7 @@ LINKS = {"one node": (1, 0.0), "1 Gbit/s": (2, 1000.0), "100 Mbit/s": (2, 100.0)
 RANKS = (2, 4, 8)
 RECIPE = ROOT / "recipes" / "gpt-stdlib.toml"
 ROWS, TARGET = HERE / "machine.jsonl", ROOT / "src" / "paceline" / "plan" / "fitted.json"
-STEPS, TURN_LIMIT_S = 2, 45.0
+STEPS, TURN_LIMIT_S = 2, 110.0
 LEVELS = (0.5, 0.8, 0.9)
 
 
