@@ -198,6 +198,11 @@ class ModelCosts:
         return (self.before, *self.blocks, self.after)
 
     @cached_property
+    def operations(self) -> tuple[float, ...]:
+        """The operations of products of each part, for one sample."""
+        return tuple(sum(product.flops for product in part.products) for part in self.parts)
+
+    @cached_property
     def apart(self) -> ModelPart:
         """The part behind the blocks on a stage that is not the first."""
         return replace(self.after, parameters=(*self.after.parameters, *self.tied))

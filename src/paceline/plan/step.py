@@ -316,11 +316,11 @@ def cut_stages(costs: ModelCosts, layout: Layout) -> list[tuple[ModelPart, ...]]
     """
     if layout.pp == 1:
         return [costs.parts]
-    work = [sum(product.flops for product in part.products) for part in costs.parts]
+    work = costs.operations
     if layout.num_stages < len(work):
         # What is behind the blocks belongs to the last one; a published run may have had a stage for it.
-        work[-2:] = [work[-2] + work[-1]]
-    starts = find_starts(tuple(work), layout.num_stages)
+        work = (*work[:-2], work[-2] + work[-1])
+    starts = find_starts(work, layout.num_stages)
     parts = (*costs.parts[:-1], costs.apart)
     return [parts[first:last] for first, last in pairwise((*starts[:-1], len(parts)))]
 
